@@ -40,7 +40,7 @@ class Partial:
 
 
 class Tail(NamedTuple):
-    """A partly filled last block: the tokens after the lease's end, fewer than block_size, and the block that holds them."""
+    """A partly filled last block: the tokens after the lease's end, fewer than a block, and the block they are in."""
 
     token_ids: TokenIds
     block_id: int
