@@ -83,6 +83,7 @@ class PrefixCache(Protocol):
     """What every cache does. token_ids may be packed bytes (no cost) or anything `radixkv.tokens.pack` takes."""
 
     block_size: int
+    partial_blocks: bool  # whether matches go on into a block, and tails are kept
 
     def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
         """Returns how many of these tokens are cached, a partial block's included. Changes nothing at all."""
@@ -121,6 +122,10 @@ class PrefixCache(Protocol):
             tail: the request's last block, partly filled and already computed. From here on the cache owns it,
                 whether it can use it or not; a cache without partial blocks refuses it (ValueError).
         """
+        ...
+
+    def cancel(self, lease: Lease) -> None:
+        """Ends a lease as if it had never been acquired: nothing is stamped. Not after `insert` or `advance`."""
         ...
 
     def commit(self) -> None:

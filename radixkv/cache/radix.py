@@ -193,18 +193,26 @@ class RadixCache:
             node = node.parent  # type: ignore[assignment]  # the root is always pinned
 
     def _unpin(self, node: Node, clock: int | None) -> None:
-        """Lets one pin go; with a clock, stamps what nobody holds any longer."""
+        """Lets one pin go. With a clock, stamps what nobody holds any longer; without, leaves recency as it was.
+
+        The first ancestor that is still pinned is stamped too, though it may be stamped again: if its last pin goes
+        without a stamp, it must not look older than what was released below it.
+        """
         while True:
             node.pins -= 1
             if node.pins:
+                if clock is not None:
+                    node.stamp = clock
                 return
             self._num_pinned -= len(node.blocks) // BLOCK_ID_BYTES
+            parent = node.parent
+            assert parent is not None
             if clock is not None:
                 node.stamp = clock
                 if self._touch is not None:
                     self._touch(node)
-            parent = node.parent
-            assert parent is not None
+            elif parent.stamp < node.stamp:
+                parent.stamp = node.stamp
             if not node.children:
                 self._enter_leaves(node, parent)
             node = parent
@@ -302,10 +310,16 @@ class RadixCache:
         if tail is not None:
             self._hang(lease, tail)
         lease.released = True
-        if lease.source is not None:  # type: ignore[attr-defined]
-            self._drop_source(lease)
+        self._drop_source(lease)
         self._clock += 1
         self._unpin(lease.cursor, self._clock)
+        lease.cursor = None
+
+    def cancel(self, lease: Lease) -> None:
+        check_live(lease)
+        lease.released = True
+        self._drop_source(lease)
+        self._unpin(lease.cursor, None)
         lease.cursor = None
 
     def _hang(self, lease: Lease, tail: Tail) -> None:
@@ -351,7 +365,7 @@ class RadixCache:
         self._moved.clear()
 
     def withdraw(self) -> Blocks:
-        for lease in self._moved:
+        for lease in dict.fromkeys(self._moved):
             if not lease.released:
                 self._cut_back(lease)
         fresh = [node for node in self._fresh if node.fresh]
