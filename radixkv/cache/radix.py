@@ -93,7 +93,7 @@ class RadixCache:
     # ---- matching
 
     def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
-        key = token_ids if type(token_ids) is bytes else pack(token_ids)
+        key = pack(token_ids)
         if namespace is not None:
             key = self._interner.mark(key, namespace, add=False)
         width = self._block_bytes
@@ -116,7 +116,7 @@ class RadixCache:
         return at // TOKEN_BYTES + partial
 
     def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> RadixLease:
-        key = token_ids if type(token_ids) is bytes else pack(token_ids)
+        key = pack(token_ids)
         if namespace is not None:
             key = self._interner.mark(key, namespace)
         node, at, found = self._walk(self._root, key)
@@ -351,7 +351,7 @@ class RadixCache:
 
     def _packed(self, lease: Lease, token_ids: TokenIds) -> bytes:
         check_live(lease)
-        key = token_ids if type(token_ids) is bytes else pack(token_ids)
+        key = pack(token_ids)
         if lease.namespace is not None:
             key = self._interner.mark(key, lease.namespace, lease.num_tokens)
         return key

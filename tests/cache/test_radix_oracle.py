@@ -9,7 +9,7 @@ import pytest
 from radixkv.cache.radix import RadixCache
 
 sys.path.insert(0, str(Path(__file__).parent))
-from leaf_first_oracle import LeafFirstFlatHash  # noqa: E402
+from leaf_first_oracle import LeafFirstFlatHash
 
 NUM_RUNS = 1000
 NUM_OPERATIONS = 200
