@@ -51,10 +51,13 @@ class FlatHashCache:
     """A prefix cache keyed by the hash of each full block and all before it.
 
     Attributes:
+        partial_blocks: False, always.
         hash_ns: time spent hashing, in the unit of `clock_ns`, since the cache was made. Counts the test that ends a
             lookup at the first miss, and nothing else of it.
         num_collisions: hits refused because the block held something else under the same hash (`verify=True` only).
     """
+
+    partial_blocks = False
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class FlatHashCache:
         if self._contents is not None:
             self._contents.keep(self._map, cursor.blocks, hashes, packed, cursor.parts, ids)
         self._map.add(hashes, ids)
-        self._queue.add_pinned(ids)
+        self._queue.pin(ids)
         self._fresh.update(dict.fromkeys(ids))
         cursor.blocks += ids
         cursor.missed_hash = None
@@ -178,6 +181,21 @@ class FlatHashCache:
         del self._leases[lease]
         lease.released = True
         self._queue.unpin(cursor.blocks)
+
+    def cancel(self, lease: Lease) -> None:
+        """Ends a lease as if it had never been acquired: the queue is in the order it would have had. O(blocks).
+
+        (Except where two leases are cancelled out of order after an eviction passed over the blocks of both.)
+
+        Raises:
+            ValueError: the lease was released already, or has grown since `acquire`.
+        """
+        cursor = self._cursor(lease)
+        if len(cursor.blocks) > len(lease.block_ids):
+            raise ValueError(f"lease: expected one that has not grown since acquire, got {lease!r}")
+        del self._leases[lease]
+        lease.released = True
+        self._queue.cancel(cursor.blocks)
 
     def commit(self) -> None:
         """The step's KV is computed: what was inserted is announced. O(1), O(inserted) while someone subscribes."""
@@ -204,13 +222,14 @@ class FlatHashCache:
                 lease.cursor.missed_hash = None
                 lease.num_tokens = keep * self.block_size
         blocks = list(reversed(fresh))
-        self._take_out(blocks)
+        self._queue.remove(blocks)
+        self._forget(blocks)
         return np.array(blocks, np.int32)
 
     def evict(self, num_blocks: int) -> Blocks:
         """Gives up the first blocks of the queue, in order. Returns [<= num_blocks] int32. O(num_blocks)."""
-        blocks = self._queue.first(check_count("num_blocks", num_blocks))
-        self._take_out(blocks)
+        blocks = self._queue.take(check_count("num_blocks", num_blocks))
+        self._forget(blocks)
         if self._fresh:
             for block in blocks:
                 self._fresh.pop(block, None)
@@ -237,7 +256,8 @@ class FlatHashCache:
 
     @property
     def sizes(self) -> CacheSizes:
-        return CacheSizes(len(self._queue.num_pins), len(self._queue.order))
+        num_pinned = len(self._queue.num_pins)
+        return CacheSizes(num_pinned, len(self._map.hash_of) - num_pinned)
 
     @property
     def num_superseded_blocks(self) -> int:
@@ -286,8 +306,7 @@ class FlatHashCache:
             cursor.missed_tokens = packed[at : at + self._block_bytes]
         return blocks
 
-    def _take_out(self, blocks: list[int]) -> None:
-        self._queue.remove(blocks)
+    def _forget(self, blocks: list[int]) -> None:
         self._map.remove(blocks)
         if self._contents is not None:
             for block in blocks:
@@ -302,12 +321,12 @@ class FlatHashCache:
             _require(lease.num_tokens == len(held) * self.block_size, f"{lease} pins {len(held)} blocks")
             for block in held:
                 num_pins[block] = num_pins.get(block, 0) + 1
-        pinned, waiting, hashed = self._queue.num_pins, self._queue.order, self._map.hash_of
+        pinned, waiting, hashed = self._queue.num_pins, self._queue.unpinned(), self._map.hash_of
         _require(num_pins == pinned, "pins are not those of the leases")
-        _require(pinned.keys().isdisjoint(waiting), "a pinned block is in the queue")
-        _require(pinned.keys() | waiting.keys() == hashed.keys(), "a block is neither pinned nor queued, or unhashed")
+        _require(pinned.keys() | set(waiting) == hashed.keys(), "a block is neither pinned nor queued, or unhashed")
         _require(self._fresh.keys() <= hashed.keys(), "a block that is gone counts as fresh")
         self._map.check()
+        self._queue.check()
         if self._contents is not None:
             self._contents.check(hashed, self._hasher)
 

@@ -26,6 +26,8 @@ class NullCache:
     over and does not move the lease, so all blocks stay the caller's own, for him to free when the request ends.
     """
 
+    partial_blocks = False
+
     def __init__(self, block_size: int) -> None:
         self.block_size = check_block_size(block_size)
 
@@ -56,6 +58,10 @@ class NullCache:
         check_live(lease)
         if tail is not None:
             raise ValueError(f"tail: expected None from a cache without partial blocks, got {tail!r}")
+        lease.released = True
+
+    def cancel(self, lease: Lease) -> None:
+        check_live(lease)
         lease.released = True
 
     def commit(self) -> None:
