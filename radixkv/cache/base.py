@@ -12,6 +12,7 @@ One step, in order::
     cache.release(lease, tail)                  # the request has ended
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,8 @@ from radixkv.tokens import TokenIds, pack
 Blocks = np.ndarray  # [n] int32 block ids
 NO_BLOCKS: Blocks = np.empty(0, np.int32)
 NO_BLOCKS.flags.writeable = False
+NO_DUPLICATES: Blocks = np.empty((0, 2), np.int32)
+NO_DUPLICATES.flags.writeable = False
 
 MAX_BLOCK_SIZE = 1024
 
@@ -141,6 +144,13 @@ class PrefixCache(Protocol):
 
     def evict(self, num_blocks: int) -> Blocks:
         """Gives up unpinned blocks, leaf first, tail first; never more than asked, fewer where fewer are unpinned."""
+        ...
+
+    def subscribe(self, callback: Callable[[int, Any], None]) -> Callable[[], None]:
+        """Announces to `callback(number, event)` what the cache holds, and from then on what changes.
+
+        Events are those of `radixkv.cache.events`, numbered from 0 for each subscriber. Returns what ends it.
+        """
         ...
 
     @property

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from radixkv.tokens import TOKEN_BYTES
+import numpy as np
+
+from radixkv.tokens import TOKEN_BYTES, unpack
 
 _BYTE_ORDER = sys.byteorder
 
@@ -49,7 +51,7 @@ def parts(namespace: Namespace | None) -> tuple[LoRA | Salt | Media, ...]:
     """Returns the parts of a namespace, by where they start.
 
     Raises:
-        ValueError: something that is no LoRA, Salt or Media, or one with a negative start.
+        ValueError: something that is no LoRA, Salt or Media, one with a negative start, or a Media without a token.
     """
     if namespace is None:
         return ()
@@ -59,6 +61,8 @@ def parts(namespace: Namespace | None) -> tuple[LoRA | Salt | Media, ...]:
             raise ValueError(f"namespace: expected LoRA, Salt or Media, or a tuple of them, got {part!r}")
         if part.start < 0:
             raise ValueError(f"namespace: expected start >= 0, got {part!r}")
+        if isinstance(part, Media) and part.length < 1:
+            raise ValueError(f"namespace: expected length >= 1, got {part!r}")
     return tuple(sorted(found, key=lambda part: (part.start, type(part).__name__, repr(part))))
 
 
@@ -95,6 +99,25 @@ class Interner:
                 self._pairs.append((part, token))
             marked[at : at + TOKEN_BYTES] = known.to_bytes(TOKEN_BYTES, _BYTE_ORDER, signed=True)
         return bytes(marked)
+
+    def unmark(self, marked: bytes, offset: int = 0) -> tuple[bytes, tuple[LoRA | Salt | Media, ...]]:
+        """Undoes `mark`: returns the plain packed tokens, and the parts folded into them, with their starts.
+
+        Args:
+            marked: [n] int32 packed tokens, the first of them at position `offset` of its request.
+
+        Cost: O(n) in numpy.
+        """
+        tokens = unpack(marked)
+        negative = np.flatnonzero(tokens < 0).tolist()
+        if not negative:
+            return marked, ()
+        plain, found = tokens.copy(), []
+        for at in negative:
+            plain[at], inside = self.resolve(int(tokens[at]))
+            # The pair remembers where it was first met, which may be elsewhere in another request.
+            found += [replace(part, start=offset + at) for part in inside]
+        return plain.tobytes(), tuple(found)
 
     def resolve(self, token: int) -> tuple[int, tuple[LoRA | Salt | Media, ...]]:
         """Returns the token that a negative id stands for, and the namespace parts folded into it."""
