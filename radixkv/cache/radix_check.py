@@ -12,22 +12,23 @@ from radixkv.cache.base import CacheCorruption
 
 if TYPE_CHECKING:
     from radixkv.cache.node import Node
-    from radixkv.cache.radix import RadixCache, RadixLease
+    from radixkv.cache.radix import RadixLease
+    from radixkv.cache.tree import RadixTree
 
 
-def check_tree(cache: RadixCache, leases: Iterable[RadixLease] | None) -> None:
+def check_tree(tree: RadixTree, leases: Iterable[RadixLease] | None) -> None:
     """Raises CacheCorruption, naming the invariant, unless all of them hold."""
-    width = cache._block_bytes
-    blocks: list[int] = list(cache._superseded)
+    width = tree.width
+    blocks: list[int] = list(tree.superseded)
     num_pinned = 0
     leaves: list[Node] = []
-    fresh = {id(node) for node in cache._fresh}
+    fresh = {id(node) for node in tree.fresh}
     pins: Counter[int] = Counter()
-    nodes = [cache._root]
+    nodes = [tree.root]
     for node in nodes:  # grows while it is walked
         nodes.extend(node.children.values())
         is_tail = len(node.span) < width
-        if node is not cache._root:
+        if node is not tree.root:
             assert node.parent is not None
             _hold(len(node.span) > 0, "no span is empty")
             _hold(is_tail or len(node.span) % width == 0, "a span is whole blocks, or a tail")
@@ -61,8 +62,8 @@ def check_tree(cache: RadixCache, leases: Iterable[RadixLease] | None) -> None:
         num_pinned += node.num_blocks
         pins[id(node.parent)] += 1
     _hold(len(set(blocks)) == len(blocks), "no block is held twice")
-    _hold(sorted(map(id, leaves)) == sorted(map(id, cache._leaves)), "leaves are the unpinned childless nodes")
-    cache._leaves._check()
+    _hold(sorted(map(id, leaves)) == sorted(map(id, tree.leaves)), "leaves are the unpinned childless nodes")
+    tree.leaves._check()
     if leases is None:
         return
     for lease in leases:
@@ -70,11 +71,11 @@ def check_tree(cache: RadixCache, leases: Iterable[RadixLease] | None) -> None:
         pins[id(lease.source)] += lease.source is not None
         end = lease.cursor.start + lease.cursor.num_tokens
         _hold(lease.num_tokens == end, "a lease ends where its node ends")
-    pins[id(cache._root)] += 1
+    pins[id(tree.root)] += 1
     for node in (*nodes, *detached):
         _hold(node.pins == pins[id(node)], "pins are the leases here, the copies from here and the pinned children")
-    _hold(cache._num_pinned == num_pinned, "the count of pinned blocks")
-    _hold(cache._num_blocks == len(blocks), "the count of blocks")
+    _hold(tree.num_pinned == num_pinned, "the count of pinned blocks")
+    _hold(tree.num_blocks == len(blocks), "the count of blocks")
 
 
 def _detached_sources(leases: Iterable[RadixLease] | None, attached: set[int]) -> list[Node]:

@@ -9,7 +9,8 @@ import pytest
 from radixkv.cache.base import Tail
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.namespace import LoRA, Media, Salt
-from radixkv.cache.radix import MAX_EXTENDED_BYTES, RadixCache
+from radixkv.cache.radix import RadixCache
+from radixkv.cache.tree import MAX_EXTENDED_BYTES
 
 
 def put(cache, token_ids, first_block, namespace=None, *, tail=False):
@@ -250,7 +251,7 @@ def test_a_conversation_stays_one_node_though_each_turn_copies_its_last_tail():
         cache.release(lease, Tail(rest, 10**6 + turn) if rest else None)
         cache.evict(cache.num_superseded_blocks)
         cache.check([])
-    nodes = [cache._root]
+    nodes = [cache.tree.root]
     for node in nodes:
         nodes.extend(node.children.values())
     assert len(nodes) <= 4
