@@ -67,10 +67,11 @@ class Lease:
         namespace: as given to `acquire`.
     """
 
-    __slots__ = ("block_ids", "cursor", "namespace", "num_tokens", "partial", "released")
+    __slots__ = ("block_ids", "cursor", "namespace", "num_tokens", "partial", "released", "source")
 
     def __init__(self, cursor: Any, num_tokens: int, block_ids: Blocks, namespace: Namespace | None) -> None:
-        self.cursor = cursor  # the cache's own
+        self.cursor = cursor  # the cache's own: where the lease ends
+        self.source: Any = None  # the cache's own: what the partial match pins
         self.num_tokens = num_tokens
         self.block_ids = block_ids
         self.partial: Partial | None = None

@@ -34,16 +34,6 @@ from radixkv.cache.tree import RadixTree
 from radixkv.tokens import TOKEN_BYTES, TokenIds, num_common_tokens, pack
 
 
-class RadixLease(Lease):
-    """A lease whose cursor is a node; `source` is the node that holds the block of its partial match."""
-
-    __slots__ = ("source",)
-
-    def __init__(self, cursor: Node, num_tokens: int, block_ids: Blocks, namespace: Namespace | None) -> None:
-        super().__init__(cursor, num_tokens, block_ids, namespace)
-        self.source: Node | None = None
-
-
 class RadixCache:
     """A prefix cache over a radix tree (see `radixkv.cache.base` for the contract of every method).
 
@@ -62,7 +52,7 @@ class RadixCache:
         self.partial_blocks = partial_blocks and block_size > 1
         self.tree = RadixTree(block_size, make_policy(policy))
         self._interner = Interner()
-        self._moved: list[RadixLease] = []  # leases moved while there were blocks not committed
+        self._moved: list[Lease] = []  # leases moved while there were blocks not committed
         self._events = EventEmitter(block_size)
 
     # ---- matching
@@ -90,14 +80,14 @@ class RadixCache:
         partial = node.nearest(key[at : at + width])[1] if self.partial_blocks and at < len(key) else 0
         return at // TOKEN_BYTES + partial
 
-    def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> RadixLease:
+    def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> Lease:
         key = pack(token_ids)
         if namespace is not None:
             key = self._interner.mark(key, namespace)
         tree = self.tree
         node, at, found = tree.walk(tree.root, key)
         tree.pin(node)
-        lease = RadixLease(node, at // TOKEN_BYTES, _joined(found), namespace)
+        lease = Lease(node, at // TOKEN_BYTES, _joined(found), namespace)
         if self.partial_blocks and at < len(key):
             source, num_tokens = node.nearest(key[at : at + tree.width])
             if source is not None:
@@ -108,12 +98,12 @@ class RadixCache:
             self._moved.append(lease)
         return lease
 
-    def advance(self, lease: RadixLease, token_ids: TokenIds) -> Blocks:
+    def advance(self, lease: Lease, token_ids: TokenIds) -> Blocks:
         node, at, found = self.tree.walk(lease.cursor, self._key(lease, token_ids))
         self._move(lease, node, at)
         return _joined(found)
 
-    def _move(self, lease: RadixLease, node: Node, num_bytes: int) -> None:
+    def _move(self, lease: Lease, node: Node, num_bytes: int) -> None:
         """Moves a lease down to a descendant of where it ends."""
         if node is not lease.cursor:
             self.tree.pin(node)
@@ -123,7 +113,7 @@ class RadixCache:
         if self.tree.fresh:
             self._moved.append(lease)
 
-    def _key(self, lease: RadixLease, token_ids: TokenIds) -> bytes:
+    def _key(self, lease: Lease, token_ids: TokenIds) -> bytes:
         """Packs the tokens after a lease's end, the parts of its namespace that start there folded in."""
         check_live(lease)
         key = pack(token_ids)
@@ -133,7 +123,7 @@ class RadixCache:
 
     # ---- publishing
 
-    def insert(self, lease: RadixLease, token_ids: TokenIds, block_ids: Any) -> Blocks:
+    def insert(self, lease: Lease, token_ids: TokenIds, block_ids: Any) -> Blocks:
         key = self._key(lease, token_ids)
         tree = self.tree
         end = len(key) // tree.width * tree.width
@@ -154,7 +144,7 @@ class RadixCache:
 
     # ---- ends
 
-    def unpin_partial(self, lease: RadixLease) -> None:
+    def unpin_partial(self, lease: Lease) -> None:
         check_live(lease)
         source = lease.source
         if source is not None:
@@ -162,7 +152,7 @@ class RadixCache:
             # Not stamped: one block of the span was read, the rest of it did not match.
             self.tree.unpin(source, stamp=None)
 
-    def release(self, lease: RadixLease, tail: Tail | None = None) -> None:
+    def release(self, lease: Lease, tail: Tail | None = None) -> None:
         check_live(lease)
         if tail is not None:
             self._hang(lease, tail)
@@ -170,15 +160,15 @@ class RadixCache:
         self.tree.clock += 1
         self._end(lease, self.tree.clock)
 
-    def cancel(self, lease: RadixLease) -> None:
+    def cancel(self, lease: Lease) -> None:
         self.unpin_partial(lease)
         self._end(lease, None)
 
-    def _end(self, lease: RadixLease, stamp: int | None) -> None:
+    def _end(self, lease: Lease, stamp: int | None) -> None:
         node, lease.cursor, lease.released = lease.cursor, None, True
         self.tree.unpin(node, stamp=stamp)
 
-    def _hang(self, lease: RadixLease, tail: Tail) -> None:
+    def _hang(self, lease: Lease, tail: Tail) -> None:
         """Publishes a partly filled last block under the lease's end, and for the moment moves the lease to its end."""
         if not self.partial_blocks:
             raise ValueError("tail: expected None, as this cache keeps whole blocks only")
@@ -209,7 +199,7 @@ class RadixCache:
         self._moved.clear()
         return _joined(self.tree.withdraw())
 
-    def _cut_back(self, lease: RadixLease) -> None:
+    def _cut_back(self, lease: Lease) -> None:
         """Moves a lease up to the last block that an earlier step computed."""
         node: Node = lease.cursor
         while node.fresh:
@@ -271,7 +261,7 @@ class RadixCache:
     def num_superseded_blocks(self) -> int:
         return len(self.tree.superseded)
 
-    def check(self, leases: Iterable[RadixLease] | None = None) -> None:
+    def check(self, leases: Iterable[Lease] | None = None) -> None:
         """Asserts every invariant; with all live leases given, that the pins are exactly theirs."""
         check_tree(self.tree, leases)
 

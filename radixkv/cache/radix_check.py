@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixkv.cache.base import CacheCorruption
+from radixkv.cache.base import CacheCorruption, Lease
 
 if TYPE_CHECKING:
     from radixkv.cache.node import Node
-    from radixkv.cache.radix import RadixLease
     from radixkv.cache.tree import RadixTree
 
 
-def check_tree(tree: RadixTree, leases: Iterable[RadixLease] | None) -> None:
+def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
     """Raises CacheCorruption, naming the invariant, unless all of them hold."""
     width = tree.width
     blocks: list[int] = list(tree.superseded)
@@ -78,7 +77,7 @@ def check_tree(tree: RadixTree, leases: Iterable[RadixLease] | None) -> None:
     _hold(tree.num_blocks == len(blocks), "the count of blocks")
 
 
-def _detached_sources(leases: Iterable[RadixLease] | None, attached: set[int]) -> list[Node]:
+def _detached_sources(leases: Iterable[Lease] | None, attached: set[int]) -> list[Node]:
     sources = {id(lease.source): lease.source for lease in leases or () if lease.source is not None}
     return [node for key, node in sources.items() if key not in attached]
 
