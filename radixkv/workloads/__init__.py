@@ -10,14 +10,18 @@ from radixkv.workloads.problems import ReadCounts, TraceError
 from radixkv.workloads.request import TraceRequest
 from radixkv.workloads.tokenizers import Tokenizer, load_tokenizer
 from radixkv.workloads.trace import Trace, open_trace
+from radixkv.workloads.workload import WORKLOADS, Workload, open_workload
 
 __all__ = [
     "FORMATS",
+    "WORKLOADS",
     "ReadCounts",
     "Tokenizer",
     "Trace",
     "TraceError",
     "TraceRequest",
+    "Workload",
     "load_tokenizer",
     "open_trace",
+    "open_workload",
 ]

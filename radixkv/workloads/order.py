@@ -7,12 +7,13 @@ second ones, and so on. Records are read once where they fit a bounded cache, el
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
 from radixkv.workloads.reader import Item
 
-Load = Callable[[int, int, int], Item]
+Load = Callable[[int, int, int, int], Item]
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Entry:
 
 @dataclass(slots=True)
 class _Index:
-    """Where records are; 24 bytes each, and their items as long as they fit `budget_bytes`.
+    """Where records are; 32 bytes each, and their items as long as they fit `budget_bytes`.
 
     What came first stays: rounds over all records would flush a cache of the most recent ones before its first hit.
     """
@@ -37,6 +38,7 @@ class _Index:
     numbers: array = field(default_factory=lambda: array("q"))
     offsets: array = field(default_factory=lambda: array("q"))
     sizes: array = field(default_factory=lambda: array("q"))
+    num_requests: array = field(default_factory=lambda: array("q"))
     items: dict[int, Item] = field(default_factory=dict)
 
     def add(self, entry: Entry) -> int:
@@ -44,14 +46,17 @@ class _Index:
         self.numbers.append(entry.number)
         self.offsets.append(entry.offset)
         self.sizes.append(entry.size_bytes)
+        self.num_requests.append(entry.item.num_requests)
         if entry.item.num_bytes <= self.budget_bytes:
             self.budget_bytes -= entry.item.num_bytes
             self.items[at] = entry.item
         return at
 
-    def get(self, at: int) -> Item:
+    def get(self, at: int, turn: int) -> tuple[int, Item, int]:
         item = self.items.get(at)
-        return self.load(self.numbers[at], self.offsets[at], self.sizes[at]) if item is None else item
+        if item is None:
+            item = self.load(self.numbers[at], self.offsets[at], self.sizes[at], self.num_requests[at])
+        return self.numbers[at], item, turn
 
     def drop(self, at: int) -> None:
         item = self.items.pop(at, None)
@@ -64,65 +69,61 @@ def in_order(entries: Iterator[Entry], load: Load, cache_bytes: int) -> Iterator
 
     Args:
         entries: the records in file order.
-        load: reads the record of (number, offset, size_bytes) again.
+        load: reads the record of (number, offset, size_bytes, num_requests) again.
         cache_bytes: how much may be kept of items.
 
     Yields:
         (record number, item, turn), once per request. Until a record without timestamps shows up nothing is yielded,
         since sorting needs all; from then on records stream.
 
-    Cost: O(requests log requests) time; 24 bytes a record (records of one turn without timestamps: none), 16 a
-    timestamp.
+    Cost: O(requests log requests) time. Memory: with timestamps, 32 bytes a record and 32 a request; without, 48 bytes
+    a record of several turns, nothing for the others.
     """
     index = _Index(load, cache_bytes)
-    turns, times = array("q"), array("d")
-    owners = array("q")
+    owners, turns, times = array("q"), array("q"), array("d")
     for entry in entries:
+        if not entry.item.num_requests:
+            continue
         stamps = entry.item.timestamps_s
-        if stamps is None and entry.item.num_requests:
-            yield from _by_turn(index, owners, turns, entry, entries)
+        if stamps is None:
+            yield from _by_turn(index, entry, entries)
             return
-        at = index.add(entry) if entry.item.num_requests else -1
-        for turn, stamp in enumerate(stamps or ()):
+        at = index.add(entry)
+        for turn, stamp in enumerate(stamps):
             owners.append(at)
             turns.append(turn)
             times.append(stamp)
-    left = np.bincount(np.frombuffer(owners, np.int64)) if owners else np.zeros(0, np.int64)
-    for at in np.argsort(np.frombuffer(times, np.float64), kind="stable") if times else ():
-        owner = owners[at]
-        yield index.numbers[owner], index.get(owner), turns[at]
-        left[owner] -= 1
-        if not left[owner]:
-            index.drop(owner)
+    left = array("q", index.num_requests)
+    for i in np.argsort(np.array(times, np.float64), kind="stable"):
+        at = owners[i]
+        yield index.get(at, turns[i])
+        left[at] -= 1
+        if not left[at]:
+            index.drop(at)
 
 
-def _by_turn(
-    index: _Index, owners: array, turns: array, entry: Entry, entries: Iterator[Entry]
-) -> Iterator[tuple[int, Item, int]]:
-    """Yields the first turns, of what was indexed already, of `entry` and of the rest; then the later turns."""
-    remaining: list[tuple[int, int]] = []  # (record, its number of turns), of records with turns to come
-    counts: dict[int, int] = {}
-    for owner, turn in zip(owners, turns, strict=True):
-        counts[owner] = turn + 1
-    for at, count in counts.items():
-        yield index.numbers[at], index.get(at), 0
-        if count > 1:
-            remaining.append((at, count))
+def _by_turn(index: _Index, entry: Entry, entries: Iterator[Entry]) -> Iterator[tuple[int, Item, int]]:
+    """Yields the first turns of what was indexed already, of `entry` and of the rest; then the later turns."""
+    remaining = array("q")
+    for at in range(len(index.numbers)):
+        yield index.get(at, 0)
+        if index.num_requests[at] > 1:
+            remaining.append(at)
         else:
             index.drop(at)
-    current: Entry | None = entry
-    while current is not None:
-        item = current.item
-        if item.num_requests:
-            yield current.number, item, 0
-        if item.num_requests > 1:
-            remaining.append((index.add(current), item.num_requests))
-        current = next(entries, None)
+    for current in chain((entry,), entries):
+        if current.item.num_requests:
+            yield current.number, current.item, 0
+        if current.item.num_requests > 1:
+            remaining.append(index.add(current))
     turn = 1
     while remaining:
-        for at, count in remaining:
-            yield index.numbers[at], index.get(at), turn
-            if turn + 1 == count:
+        later = array("q")
+        for at in remaining:
+            yield index.get(at, turn)
+            if index.num_requests[at] > turn + 1:
+                later.append(at)
+            else:
                 index.drop(at)
+        remaining = later
         turn += 1
-        remaining = [(at, count) for at, count in remaining if count > turn]

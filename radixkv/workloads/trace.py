@@ -76,7 +76,7 @@ class Trace:
     ) -> None:
         self._files = tuple(files)
         self._limit, self._skip_bad, self._cache_bytes = limit, skip_bad, cache_bytes
-        self.name = "+".join(file.source.path.name.split(".")[0] for file in files)
+        self.name = "+".join(_name(file.source.path) for file in files)
         self.formats = tuple(file.format for file in files)
         self.tokenizer = tokenizer if any(name in (CONVERSATIONS, REQUESTS) for name in self.formats) else None
         self.sharing_known = AZURE not in self.formats
@@ -100,6 +100,10 @@ class Trace:
                 if counts.num_requests == self._limit:
                     return
             first_ordinal += file.source.path.stat().st_size // _MIN_RECORD_BYTES + 1
+
+
+def _name(path: Path) -> str:
+    return path.name.split(".")[0] or path.name
 
 
 class _FileRun:
@@ -141,13 +145,16 @@ class _FileRun:
         except RecursionError:
             raise BadRecord("nested too deeply") from None
 
-    def _load(self, number: int, offset: int, size_bytes: int) -> Item:
+    def _load(self, number: int, offset: int, size_bytes: int, num_requests: int) -> Item:
         source = self._file.source
+        reason = "the file changed while it was read"
         try:
-            return self._parse(source.read(number, offset, size_bytes))
+            item = self._parse(source.read(number, offset, size_bytes))
         except BadRecord as error:
-            reason = f"the file changed while it was read: {error}"
-            raise TraceError(source.path, f"{source.unit} {number}", reason) from None
+            raise TraceError(source.path, f"{source.unit} {number}", f"{reason}: {error}") from None
+        if item.num_requests != num_requests:
+            raise TraceError(source.path, f"{source.unit} {number}", reason)
+        return item
 
     def _bad(self, number: int, reason: str) -> None:
         source = self._file.source
