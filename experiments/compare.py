@@ -26,7 +26,9 @@ from radixkv.replay import CACHES, CacheConfig, Replay
 from radixkv.workloads import FORMATS, WORKLOADS, open_trace, open_workload
 
 EMBEDDED = "embedded"
-EMBEDDED_NUM_BLOCKS = (1_000, 4_000, 16_000, None)  # where nothing else is asked for, so that there is a curve to see
+# Where nothing else is asked for, so that there is something to see: pools in tokens, at two sizes of block.
+EMBEDDED_BLOCK_SIZES = (16, 128)
+EMBEDDED_POOLS = (16_384, 65_536, 262_144)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Config:
     block_size: tuple[int, ...] = (16,)
     partial_blocks: tuple[bool, ...] = (True,)
     num_blocks: tuple[int | None, ...] = (None,)
+    pool_tokens: tuple[int, ...] = ()
     policy: tuple[str, ...] = ("lru",)
     hash_algorithm: str = "sha256"
     cache_outputs: bool = False
@@ -57,7 +60,7 @@ class Config:
                 cache,
                 block_size,
                 partial_blocks=cache == "radix" and partial and block_size > 1,
-                num_blocks=None if cache == "null" else num_blocks,
+                num_blocks=num_blocks if cache != "null" else None,
                 policy=policy if cache == "radix" else "lru",
                 hash_algorithm=self.hash_algorithm,
             )
@@ -65,7 +68,7 @@ class Config:
             for cache in self.cache
             for partial in self.partial_blocks
             for policy in self.policy
-            for num_blocks in self.num_blocks
+            for num_blocks in (*(tokens // block_size for tokens in self.pool_tokens), *self.num_blocks)
         ]
         return list(dict.fromkeys(configs))
 
@@ -147,46 +150,45 @@ def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
 
 
 COLUMNS = {
-    "trace": "{trace}",
     "cache": "{label}",
     "pool": "{pool}",
-    "requests": "{num_requests:,}",
-    "prompt tokens": "{num_prompt_tokens:,}",
-    "computed": "{num_computed_tokens:,}",
     "hit rate": "{hit_rate:.2%}",
     "of optimum": "{share_of_optimum:.2%}",
-    "peak blocks": "{peak_blocks:,}",
+    "computed": "{computed_k:,.0f}k",
+    "blocks": "{peak_blocks:,}",
     "KV GiB": "{kv_gib:.1f}",
     "evicted": "{num_evicted_blocks:,}",
     "index us": "{index_us_per_request:,.0f}",
-    "+ hash us": "{hash_us_per_request:,.0f}",
-    "index B/token": "{index_bytes_per_token:.1f}",
+    "hash us": "{hash_us_per_request:,.0f}",
+    "B/token": "{index_bytes_per_token:.1f}",
 }
 
 
 def label(row: Row) -> str:
     """Names the cache of a row as the table and the plot do."""
-    parts = [row["cache"], f"b{row['block_size']}"]
-    if row["cache"] == "radix" and row["block_size"] > 1:
-        parts.append("to the token" if row["partial_blocks"] else "whole blocks")
-    if row["policy"] != "lru":
-        parts.append(row["policy"])
-    return " ".join(parts)
+    name = f"{row['cache']} {row['block_size']}"
+    if row["cache"] == "radix" and row["block_size"] > 1 and not row["partial_blocks"]:
+        name += " whole"
+    return name if row["policy"] == "lru" else f"{name} {row['policy']}"
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    shown = [
-        row
-        | {
-            "label": label(row),
-            "pool": "unbounded" if row["num_blocks"] is None else f"{row['num_blocks']:,}",
-            "kv_gib": row["peak_kv_bytes"] / 2**30,
-        }
-        for row in rows
-    ]
-    print_table(
-        f"Replayed; index and hash in us a request, KV as {rows[0]['model_shape']} would hold it", COLUMNS, shown
-    )
+    """Prints a table for each trace; times are us a request, B/token the index's bytes a cached token."""
+    for trace in dict.fromkeys(row["trace"] for row in rows):
+        mine = [row for row in rows if row["trace"] == trace]
+        shown = [
+            row
+            | {
+                "label": label(row),
+                "pool": "unbounded" if row["num_blocks"] is None else f"{row['num_blocks']:,}",
+                "computed_k": row["num_computed_tokens"] / 1000,
+                "kv_gib": row["peak_kv_bytes"] / 2**30,
+            }
+            for row in mine
+        ]
+        first = mine[0]
+        size = f"{first['num_requests']:,} requests, {first['num_prompt_tokens']:,} prompt tokens"
+        print_table(f"{trace}: {size}; KV of {first['model_shape']}", COLUMNS, shown)
 
 
 def plot(path: Path) -> Path:
@@ -203,6 +205,8 @@ def plot(path: Path) -> Path:
             style = "o--" if line[0]["cache"] == "flat_hash" else "o-"
             axis.plot(*zip(*points, strict=True), style, label=name, markersize=4)
         axis.set(title=trace, xlabel="pool, tokens (the last point: as much as it takes)", xscale="log")
+        axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda tokens, _: f"{tokens / 1000:,.0f}k"))
+        axis.xaxis.set_minor_formatter(plt.NullFormatter())
         axis.set_ylim(0, 1)
         axis.legend()
     axes[0][0].set_ylabel("hit rate, share of prompt tokens")
@@ -225,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--workload", choices=sorted(WORKLOADS), help=f"a synthetic workload (default without --trace: {EMBEDDED})")
     add("--tokenizer", default="bytes", metavar="bytes|NAME|PATH", help="a vocabulary's name, or a tokenizer.json")
     add("--cache", nargs="+", choices=CACHES, default=CACHES, help="default: all")
-    add("--block-size", nargs="+", type=int, default=[16], metavar="N", help="tokens in a block (default: 16)")
+    add("--block-size", nargs="+", type=int, metavar="N", help="tokens in a block, 1 to 1024 (16)")
     add("--partial-blocks", nargs="+", choices=("on", "off"), default=["on"], help="radix shares to the token (on)")
     add("--num-blocks", nargs="+", type=_num_blocks, metavar="N|unbounded", help="blocks in the pool (unbounded)")
     add("--policy", nargs="+", choices=sorted(POLICIES), default=["lru"], help="eviction of radix (lru)")
@@ -238,9 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets compare.json and compare.png (results)")
     given = vars(parser.parse_args(arguments))
     out = given.pop("out")
-    if given["num_blocks"] is None:
-        embedded = given["workload"] in (None, EMBEDDED) and not given["trace"]
-        given["num_blocks"] = EMBEDDED_NUM_BLOCKS if embedded else (None,)
+    is_embedded = given["workload"] in (None, EMBEDDED) and not given["trace"]
+    given["pool_tokens"] = EMBEDDED_POOLS if is_embedded and given["num_blocks"] is None else ()
+    given["num_blocks"] = given["num_blocks"] or (None,)
+    given["block_size"] = given["block_size"] or (EMBEDDED_BLOCK_SIZES if is_embedded else (16,))
     given["partial_blocks"] = [choice == "on" for choice in given["partial_blocks"]]
     given["cache_outputs"] = given["cache_outputs"] == "on"
     config = Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})

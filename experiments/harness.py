@@ -14,13 +14,16 @@ from typing import Any
 
 try:
     import matplotlib
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as error:
     raise ImportError(f"the experiments need {error.name}: pip install 'radixkv[experiments]'") from error
 
-console = Console(stderr=False)
+console = Console()
+if console.width < 124:
+    console = Console(width=124)  # a table with its columns squeezed away says nothing; let the terminal wrap
 
 Row = dict[str, Any]
 
@@ -82,9 +85,12 @@ def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row]) -> 
     Args:
         columns: heading -> a format of the row's fields, such as "{hit_rate:.1%}".
     """
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE, padding=(0, 1)
+    )
     for heading in columns:
-        table.add_column(heading, justify="left" if heading in ("trace", "cache", "operation") else "right")
+        is_text = heading in ("trace", "cache", "operation")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, overflow="fold")
     for row in rows:
         table.add_row(*(form.format(**row) for form in columns.values()))
     console.print(table)

@@ -91,6 +91,8 @@ class RadixCache:
         if self.partial_blocks and at < len(key):
             source, num_tokens = node.nearest(key[at : at + tree.width])
             if source is not None:
+                if len(source.span) > tree.width:
+                    source = tree.split(source, tree.width)  # pin the one block, not what follows it
                 tree.pin(source)
                 lease.source = source
                 lease.partial = Partial(int(_unpacked(source.blocks[:BLOCK_ID_BYTES])[0]), num_tokens)

@@ -42,6 +42,7 @@ class RadixTree:
         self.leaves: SortedKeyList = SortedKeyList(key=attrgetter("rank"))
         self.superseded: list[int] = []
         self.clock = 0
+        self._evicted_stamp = 0
         self.num_pinned = 0
         self.num_blocks = 0
         self.fresh: list[Node] = []
@@ -64,13 +65,13 @@ class RadixTree:
                 at += len(span)
             else:
                 common = num_common_tokens(span, key, 0, at) // self.block_size * width
-                child = self._split(child, common)
+                child = self.split(child, common)
                 at += common
             found.append(child.blocks)
             node = child
         return node, at, found
 
-    def _split(self, node: Node, at: int) -> Node:
+    def split(self, node: Node, at: int) -> Node:
         """Cuts a node after `at` bytes of its span; returns the new upper half. The node stays the lower half."""
         cut = at // self.width * BLOCK_ID_BYTES
         parent = node.parent
@@ -131,7 +132,15 @@ class RadixTree:
         if len(node.span) < self.width and parent.children.get(node.span) is not node:
             self.superseded.extend(np.frombuffer(node.blocks, np.int32).tolist())
             return
-        node.rank = node.stamp if self._is_lru else self.policy.rank(node)
+        if not self._is_lru:
+            node.rank = self.policy.rank(node)
+        elif len(node.span) >= self.width:
+            node.rank = node.stamp
+        else:
+            # A tail takes a whole block for a few tokens. Let it look older by the share that is empty of the age at
+            # which leaves are evicted at present; else, in a tight pool, tails push out blocks worth more.
+            empty = 1 - len(node.span) / self.width
+            node.rank = node.stamp - empty * (self.clock - self._evicted_stamp)
         self.leaves.add(node)
 
     # ---- growing. A pin of the caller's on `node` moves on to the node returned.
@@ -206,6 +215,7 @@ class RadixTree:
         leaves = self.leaves
         while needed and leaves:
             node: Node = leaves[0]
+            self._evicted_stamp = node.stamp
             if not self._is_lru:
                 self.policy.evicted(node)
             size = len(node.blocks) // BLOCK_ID_BYTES

@@ -71,6 +71,18 @@ def test_partial_blocks_share_to_the_token(asked, hit):
     cache.release(lease)
 
 
+def test_a_partial_match_pins_one_block_and_refreshes_nothing():
+    cache = RadixCache(16)
+    put(cache, tokens(0, 160), 0)
+    put(cache, tokens(1000, 1160), 100)
+    lease = cache.acquire(tokens(0, 30))
+    assert lease.partial is not None and cache.sizes == (2, 18)
+    assert sorted(cache.evict(8).tolist()) == list(range(2, 10))  # older, and not pinned
+    cache.unpin_partial(lease)
+    assert cache.evict(1).tolist() == [1]
+    cache.check([lease])
+
+
 def test_without_partial_blocks_only_whole_ones_match():
     cache = RadixCache(16, partial_blocks=False)
     put(cache, tokens(0, 64), 0)
