@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_importing_needs_no_optional_library():
         "import sys, radixkv.cache.flat_hash as f; f.FlatHashCache(16).acquire(range(64));"
         "assert not {'cbor2', 'xxhash', 'torch'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize(
