@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.cache.base import CacheCorruption, CacheSizes
+from radixkv.cache.block_content import BlockContent
 from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt
 
@@ -257,3 +258,45 @@ def test_random_operations_agree_with_the_model(random_run, block_size, seed, op
     assert run.num_evicted
     assert run.num_withdrawn
     run.finish()
+
+
+def test_a_remembered_miss_is_forgotten_once_matched():
+    cache = FlatHashCache(2)
+    lease = cache.acquire([7, 7, 7, 7])  # misses the first [7, 7]
+    publish(cache, [7, 7], first_block=0)
+    assert cache.advance(lease, [7, 7]).tolist() == [0]
+    cache.insert(lease, [7, 7], [1])  # the second [7, 7] has another hash
+    cache.release(lease)
+    assert cache.acquire([7, 7, 7, 7]).block_ids.tolist() == [0, 1]
+
+
+def test_leases_cancelled_after_an_eviction_leave_the_order():
+    cache = FlatHashCache(1)
+    for block in range(4):
+        publish(cache, [block], first_block=block)
+    first, second = cache.acquire([0]), cache.acquire([1])
+    assert cache.evict(1).tolist() == [2]  # passes over 0 and 1
+    cache.cancel(first)
+    first = cache.acquire([0])
+    assert cache.evict(1).tolist() == [3]  # passes over 0 again
+    cache.cancel(first)
+    cache.cancel(second)
+    cache.check()
+    assert cache.evict(9).tolist() == [0, 1]
+
+
+def test_peek_counts_no_collision():
+    cache = FlatHashCache(1, digest_bits=1, verify=True)
+    for token in range(4):
+        publish(cache, [token], first_block=token)
+    counted = cache.num_collisions
+    assert counted > 0
+    assert cache.peek([9]) == 0
+    assert cache.num_collisions == counted
+
+
+def test_contents_compared_once_are_one_object_afterwards():
+    old, new = (BlockContent(None, b"h", b"abcd", None) for _ in range(2))
+    child = BlockContent(old, b"i", b"efgh", None)
+    assert child.follows(new, b"efgh", None)
+    assert child.parent is new
