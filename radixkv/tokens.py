@@ -36,7 +36,8 @@ def pack(token_ids: TokenIds) -> bytes:
         return b""
     if array.dtype.kind not in "iu":
         raise ValueError(f"token_ids: expected integers, got {array.dtype}")
-    low, high = int(array.min()), int(array.max())
+    low = int(array.min())
+    high = int(array.max()) if array.dtype != np.int32 else low
     if low < 0 or high > 0x7FFFFFFF:
         raise ValueError(f"token_ids: expected ids in 0..{0x7FFFFFFF}, got {low if low < 0 else high}")
     return array.astype(np.int32, copy=False).tobytes()

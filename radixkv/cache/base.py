@@ -43,7 +43,7 @@ class Partial:
 
 
 class Tail(NamedTuple):
-    """A partly filled last block: the tokens after the lease's end, fewer than block_size, and the block that holds them."""
+    """A partly filled last block: the tokens after the lease's end, fewer than a block, and the block they are in."""
 
     token_ids: TokenIds
     block_id: int
@@ -67,10 +67,11 @@ class Lease:
         namespace: as given to `acquire`.
     """
 
-    __slots__ = ("block_ids", "cursor", "namespace", "num_tokens", "partial", "released")
+    __slots__ = ("block_ids", "cursor", "namespace", "num_tokens", "partial", "released", "source")
 
     def __init__(self, cursor: Any, num_tokens: int, block_ids: Blocks, namespace: Namespace | None) -> None:
-        self.cursor = cursor  # the cache's own
+        self.cursor = cursor  # the cache's own: where the lease ends
+        self.source: Any = None  # the cache's own: what the partial match pins
         self.num_tokens = num_tokens
         self.block_ids = block_ids
         self.partial: Partial | None = None
@@ -86,6 +87,7 @@ class PrefixCache(Protocol):
     """What every cache does. token_ids may be packed bytes (no cost) or anything `radixkv.tokens.pack` takes."""
 
     block_size: int
+    partial_blocks: bool  # whether matches go on into a block, and tails are kept
 
     def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
         """Returns how many of these tokens are cached, a partial block's included. Changes nothing at all."""
@@ -124,6 +126,10 @@ class PrefixCache(Protocol):
             tail: the request's last block, partly filled and already computed. From here on the cache owns it,
                 whether it can use it or not; a cache without partial blocks refuses it (ValueError).
         """
+        ...
+
+    def cancel(self, lease: Lease) -> None:
+        """Ends a lease as if it had never been acquired: nothing is stamped. Not after `insert` or `advance`."""
         ...
 
     def commit(self) -> None:

@@ -67,7 +67,7 @@ def parts(namespace: Namespace | None) -> tuple[LoRA | Salt | Media, ...]:
 
 
 class Interner:
-    """Negative ids for (namespace, token) pairs; one per cache. Grows with the pairs ever inserted, not with requests."""
+    """Negative ids for (namespace, token) pairs; one per cache. Grows with the pairs ever seen, not with requests."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[Hashable, int], int] = {}
