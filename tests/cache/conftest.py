@@ -9,10 +9,12 @@ from radixkv.cache.base import NO_BLOCKS
 from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt, parts
 from radixkv.cache.null import NullCache
+from radixkv.cache.radix import RadixCache
 
 # Called with a block size. A new cache is one line here.
 FACTORIES = {
     "null": NullCache,
+    "radix": partial(RadixCache, partial_blocks=False),
     "flat_hash": FlatHashCache,
     "flat_hash_verified": partial(FlatHashCache, hash_algorithm="xxhash_cbor", verify=True),
     "flat_hash_colliding": partial(FlatHashCache, verify=True, digest_bits=3),

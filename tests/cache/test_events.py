@@ -9,12 +9,14 @@ from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.hashing import BlockHasher
 from radixkv.cache.namespace import Interner, LoRA, Media, Salt, parts
 from radixkv.cache.null import NullCache
+from radixkv.cache.radix import RadixCache
 from radixkv.tokens import pack, unpack
 
 # Called with a block size; each announces the hashes of `sha256_cbor`. A new cache is one line here.
 SUBSCRIBED = {
     "flat_hash": partial(FlatHashCache, hash_algorithm="sha256_cbor"),
     "flat_hash_verified": partial(FlatHashCache, hash_algorithm="sha256_cbor", verify=True),
+    "radix": partial(RadixCache, partial_blocks=False),
 }
 
 
