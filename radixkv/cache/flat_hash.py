@@ -185,8 +185,6 @@ class FlatHashCache:
     def cancel(self, lease: Lease) -> None:
         """Ends a lease as if it had never been acquired: the queue is in the order it would have had. O(blocks).
 
-        (Except where two leases are cancelled out of order after an eviction passed over the blocks of both.)
-
         Raises:
             ValueError: the lease was released already, or has grown since `acquire`.
         """

@@ -24,7 +24,7 @@ class FreeQueue:
     def __init__(self) -> None:
         self.num_pins: Counter[int] = Counter()
         self._order: OrderedDict[int, None] = OrderedDict()  # a plain dict gets slow at its front as that empties
-        self._passed: dict[int, int] = {}  # pinned blocks that lost their place at the front, by when
+        self._passed: dict[int, int] = {}  # blocks passed over at the front and not released since: their order there
         self._num_passed = 0
 
     def pin(self, blocks: Iterable[int]) -> None:
@@ -40,27 +40,30 @@ class FreeQueue:
                 num_pins[block] = left
             else:
                 num_pins.pop(block)  # Counter has a `del` in Python, which costs four times as much
-            order.pop(block, None)
-            order[block] = None
+            if block in order:
+                order.move_to_end(block)
+            else:
+                order[block] = None
         if self._passed:
             for block in blocks:
                 self._passed.pop(block, None)
 
     def cancel(self, blocks: Sequence[int]) -> None:
-        """Takes one pin off each, and leaves the order as if it had never been. O(n log n)."""
-        num_pins, passed = self.num_pins, self._passed
-        back = []
+        """Takes one pin off each, and leaves the order as if it had never been. O(n), and O(blocks passed over)."""
+        num_pins = self.num_pins
         for block in blocks:
             left = num_pins[block] - 1
             if left:
                 num_pins[block] = left
             else:
                 num_pins.pop(block)
-                if block in passed:
-                    back.append((passed.pop(block), block))
-        for _, block in sorted(back, reverse=True):
-            self._order[block] = None
-            self._order.move_to_end(block, last=False)
+        passed = self._passed
+        if passed and not passed.keys().isdisjoint(blocks):
+            # Those passed over go back to the front, among others that did so before them.
+            front = [block for block in passed if block not in num_pins]
+            for block in sorted(front, key=passed.__getitem__, reverse=True):
+                self._order[block] = None
+                self._order.move_to_end(block, last=False)
 
     def take(self, num_blocks: int) -> list[int]:
         """Takes the first unpinned blocks out, at most num_blocks. O(num_blocks), and once for each block passed."""
@@ -69,16 +72,19 @@ class FreeQueue:
         while len(taken) < num_blocks and order:
             block, _ = order.popitem(last=False)
             if block in num_pins:
-                self._passed[block] = self._num_passed
+                self._passed.setdefault(block, self._num_passed)
                 self._num_passed += 1
             else:
                 taken.append(block)
+                if self._passed:
+                    self._passed.pop(block, None)
         return taken
 
     def remove(self, blocks: Iterable[int]) -> None:
         """Takes unpinned blocks out, wherever they stand. O(n)."""
         for block in blocks:
             del self._order[block]
+            self._passed.pop(block, None)
 
     def unpinned(self) -> list[int]:
         """Returns the unpinned blocks, the next to go first. O(queue)."""
@@ -88,5 +94,5 @@ class FreeQueue:
         """Raises CacheCorruption unless every block has one state. O(blocks)."""
         if any(count < 1 for count in self.num_pins.values()):
             raise CacheCorruption("a pin count below 1")
-        if not self._passed.keys() <= self.num_pins.keys() - self._order.keys():
-            raise CacheCorruption("a block that was passed over is queued or not pinned")
+        if not self._passed.keys() <= self.num_pins.keys() | self._order.keys():
+            raise CacheCorruption("a block that was passed over is neither pinned nor queued")
