@@ -151,7 +151,7 @@ def test_arbitrary_bytes_never_raise_anything_but_trace_error(scratch, lines, fo
         assert error.reason
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(records=st.lists(RECORD, max_size=5), cut=st.integers(0, 200))
 def test_arrays_of_anything_and_cut_anywhere(scratch, records, cut):
     data = json.dumps(records).encode()
@@ -174,10 +174,11 @@ def test_skipped_and_good_lines_add_up(scratch, bad):
 
 @pytest.mark.parametrize("kind", ["requests", "conversations", "array", "mooncake"])
 def test_a_large_trace_does_not_enter_memory(tmp_path, kind):
-    """24 MB of file, 1 MB of cache allowed."""
+    """24 MB of text, or of block ids once they are decoded; 1 MB of cache allowed."""
     path = tmp_path / "t"
+    num_records = 600 if kind == "mooncake" else 2400
     with path.open("w") as file:
-        for i in range(2400):
+        for i in range(num_records):
             if kind == "requests":
                 file.write(json.dumps({"prompt": f"{i} " + "x" * 10_000}) + "\n")
             elif kind == "mooncake":
@@ -188,11 +189,11 @@ def test_a_large_trace_does_not_enter_memory(tmp_path, kind):
                 file.write("[\n" if not i and kind == "array" else ",\n" if kind == "array" else "")
                 file.write(json.dumps(conversation(f"{i} " + "x" * 2_500, 2)) + "\n")
         file.write("]" if kind == "array" else "")
-    assert path.stat().st_size > 15e6
+    assert path.stat().st_size > (4e6 if kind == "mooncake" else 20e6)
     tracemalloc.start()
-    trace = open_trace(path, cache_bytes=2**20, limit=300 if kind == "mooncake" else None)
+    trace = open_trace(path, cache_bytes=2**20, limit=100 if kind == "mooncake" else None)
     num_requests = sum(1 for _ in trace)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert num_requests == {"requests": 2400, "mooncake": 300}.get(kind, 4800)
+    assert num_requests == {"requests": 2400, "mooncake": 100}.get(kind, 4800)
     assert peak < 12 * 2**20
