@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,15 @@ class TraceFile:
         format: one of FORMATS.
         source: its records.
         reader: what understands them.
+        size_bytes: the file's length.
         has_header: the first record names the columns.
     """
 
     format: str
     source: Lines | JsonArray
     reader: Reader
-    has_header: bool = False
+    size_bytes: int
+    has_header: bool
 
 
 def open_file(path: Path, format: str | None, encoder: ChatEncoder, *, skip_bad: bool) -> TraceFile:
@@ -60,7 +63,9 @@ def open_file(path: Path, format: str | None, encoder: ChatEncoder, *, skip_bad:
     Raises:
         TraceError: no such file, no text, no record, or none of a known format.
     """
-    start = _first_bytes(path)
+    with open_binary(path) as file:
+        start = file.read(_PEEK_BYTES)
+        size = file.seek(0, SEEK_END)
     for magic, what in _FOREIGN_STARTS.items():
         if start.startswith(magic):
             raise TraceError(path, "", f"this is {what}")
@@ -68,8 +73,8 @@ def open_file(path: Path, format: str | None, encoder: ChatEncoder, *, skip_bad:
     source: Lines | JsonArray = JsonArray(path) if is_array else Lines(path)
     found = format or _recognise(path, source, skip_bad)
     if found == AZURE:
-        return TraceFile(found, source, _length_reader(path, source), has_header=True)
-    return TraceFile(found, source, _json_reader(found, encoder))
+        return TraceFile(found, source, _length_reader(path, source), size, has_header=True)
+    return TraceFile(found, source, _json_reader(found, encoder), size, has_header=False)
 
 
 def _json_reader(format: str, encoder: ChatEncoder) -> Reader:
@@ -125,8 +130,3 @@ def _format_of(record: Record) -> str:
         "format not recognised: expected the keys messages, conversations, prompt, prompt_token_ids, body or hash_ids, "
         f"or a header with ContextTokens; got the keys {seen}"
     )
-
-
-def _first_bytes(path: Path) -> bytes:
-    with open_binary(path) as file:
-        return file.read(_PEEK_BYTES)

@@ -3,16 +3,21 @@
 Deterministic for one Python version. Nothing is downloaded, no source file is needed. Called by the embedded workload.
 """
 
-import builtins
 import inspect
+import io
 import itertools
 import math
-import sys
+import operator
 import time
 import warnings
+from collections import OrderedDict, deque
 from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 
-_OWNERS = (str, bytes, list, dict, set, int, float, memoryview, itertools, math, time, sys, builtins)
+# Types and modules that nobody patches, unlike `sys` and `builtins`, where test runners and shells put their own hooks.
+_TYPES = (str, bytes, list, dict, set, int, float, memoryview, deque, OrderedDict, date, datetime, timedelta, Decimal)
+_OWNERS = (*_TYPES, io.StringIO, io.BufferedReader, io.TextIOWrapper, itertools, math, operator, time)
 _MIN_DOCUMENT_CHARS, _MAX_DOCUMENT_CHARS = 3_000, 25_000
 _MIN_ENTRY_CHARS, _MAX_ENTRY_CHARS = 40, 1_200
 

@@ -15,6 +15,7 @@ from radixkv.workloads.problems import BadRecord, TraceError
 
 MAX_RECORD_BYTES = 64 * 2**20
 
+_BUFFER_BYTES = 2**20
 _CHUNK_BYTES = 2**20
 _UTF8_BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -131,7 +132,8 @@ class _TextBuffer:
         self._path, self._file, self._max_bytes = path, file, max_bytes
         self._text, self._at, self._offset, self._pending = "", 0, 0, b""
         self._ended = False
-        self._grow()
+        while not self._text and not self._ended:
+            self._grow()
         if self._text.startswith("\ufeff"):
             self._advance(1)
 
@@ -204,9 +206,8 @@ class _TextBuffer:
         self._at = to
 
     def _fail(self, reason: str) -> None:
-        raise TraceError(
-            self._path, "", f"JSON array, near byte {self._offset}: {reason}; nothing after it can be read"
-        )
+        where = f"near byte {self._offset} of the JSON array"
+        raise TraceError(self._path, where, f"{reason}; nothing after it can be read")
 
 
 def open_binary(path: Path) -> BinaryIO:
@@ -214,7 +215,7 @@ def open_binary(path: Path) -> BinaryIO:
     if not path.is_file():
         raise TraceError(path, "", "no such file" if not path.exists() else "not a regular file")
     try:
-        return path.open("rb", buffering=_CHUNK_BYTES)
+        return path.open("rb", buffering=_BUFFER_BYTES)
     except OSError as error:
         raise TraceError(path, "", f"can't be opened: {error.strerror}") from None
 

@@ -99,7 +99,7 @@ class Trace:
                 yield request
                 if counts.num_requests == self._limit:
                     return
-            first_ordinal += file.source.path.stat().st_size // _MIN_RECORD_BYTES + 1
+            first_ordinal += file.size_bytes // _MIN_RECORD_BYTES + 1
 
 
 def _name(path: Path) -> str:
