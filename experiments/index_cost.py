@@ -1,7 +1,7 @@
 """What does the index itself cost: to admit a request, to publish one, to evict, along a deep path, in memory?
 
-Times every cache on three workloads: chats that grow under a few system prompts (admit, insert), one conversation of 500
-turns (deep_admit), and unrelated leaves (evict64, at 1,000 to 50,000 of them); then one admission of 8,192 cached tokens,
+Times every cache on three workloads: chats that grow under a few system prompts (admit, insert), a conversation of 500
+turns (deep_admit), unrelated leaves (evict64, at 1,000 to 50,000 of them); then one admission of 8,192 cached tokens
 and the four hash algorithms. An admission is match + pin + block ids + unpin; an insert is acquire + insert + release.
 All get packed tokens; what packing a list costs is a row of its own. Expected: radix costs about a memcmp, whatever the
 path and the number of leaves; the flat hash costs a hash and a lookup for each block.

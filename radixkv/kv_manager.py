@@ -85,6 +85,7 @@ class KVManager:
         # Since the last commit: what stood in a table where the cache's blocks stand now, and who published what.
         self._replaced: list[tuple[SequenceBlocks, int, Blocks]] = []
         self._published: list[tuple[SequenceBlocks, Blocks]] = []
+        self._advanced: dict[int, int] = {}  # num_cached_tokens before
 
     # ---- admission
 
@@ -117,18 +118,18 @@ class KVManager:
     def grow(self, sequence: SequenceBlocks, num_tokens: int) -> None:
         """Gives a sequence blocks for its first num_tokens tokens, evicting where the free ones do not suffice.
 
-        Where a partial match pins so much that nothing fits, the match is given up.
+        Where the block that a partial match pins is the one that is missing, the match is given up and
+        `num_cached_tokens` falls back to whole blocks.
 
         Raises:
-            OutOfBlocks: not enough could be made free; nothing was changed but a partial match given up.
+            OutOfBlocks: not enough could be made free; nothing was changed, but a partial match may be given up.
         """
         block_size = self.cache.block_size
         missing = -(-num_tokens // block_size) - len(sequence.block_table)
         if missing <= 0:
             return
-        if missing > self.num_available and sequence.lease.partial and not sequence.copy:
-            self.cache.unpin_partial(sequence.lease)
-            sequence.num_cached_tokens = sequence.lease.num_tokens
+        if missing == self.num_available + 1 and sequence.lease.partial and not sequence.copy:
+            self._give_up_partial(sequence, self._num_leased(sequence))
         first = self._take(missing)
         destination = len(sequence.block_table)
         sequence.block_table = np.concatenate([sequence.block_table, first])
@@ -136,6 +137,11 @@ class KVManager:
         if partial and not sequence.copy and destination == self._num_leased(sequence):
             sequence.copy = BlockCopy(partial.block_id, int(first[0]), partial.num_tokens)
             self._copying.append(sequence)
+
+    def _give_up_partial(self, sequence: SequenceBlocks, num_blocks: int) -> None:
+        sequence.copy = None
+        self.cache.unpin_partial(sequence.lease)
+        sequence.num_cached_tokens = min(sequence.num_cached_tokens, num_blocks * self.cache.block_size)
 
     @property
     def num_available(self) -> int | float:
@@ -172,9 +178,18 @@ class KVManager:
 
         Returns:
             Tokens that the lease gained.
+
+        Raises:
+            ValueError: the sequence has published in this step.
         """
+        self._check_committed(sequence)
         first = self._num_leased(sequence)
         gained = self.cache.advance(sequence.lease, token_ids)
+        if not len(gained):
+            return 0
+        if sequence.lease.partial and not sequence.copy:  # it continued the old end
+            self._give_up_partial(sequence, first)
+        self._advanced.setdefault(id(sequence), sequence.num_cached_tokens)
         self._replace(sequence, first, gained)
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, sequence.lease.num_tokens)
         return len(gained) * self.cache.block_size
@@ -222,11 +237,12 @@ class KVManager:
             self.allocator.free(own)
         self._replaced.clear()
         self._published.clear()
+        self._advanced.clear()
         self.cache.commit()
         self._reclaim()
 
     def withdraw(self) -> None:
-        """The step has failed: what it published is private again, what it replaced stands in the tables again.
+        """The step has failed: what it published is private again, what that had replaced stands in the tables again.
 
         A sequence that was given blocks which another published in this step loses them, and all after them: its
         `num_cached_tokens` and `block_table` say what is left. Copies are still to be run.
@@ -234,11 +250,16 @@ class KVManager:
         withdrawn = self.cache.withdraw()
         owner = {block: sequence for sequence, blocks in self._published for block in blocks.tolist()}
         for sequence, first, own in reversed(self._replaced):
+            # What an earlier step had computed is still leased; own blocks go back to where the lease was cut.
+            leased = max(self._num_leased(sequence) - first, 0)
+            self.allocator.free(own[:leased])
             sequence.block_table = sequence.block_table.copy()
-            sequence.block_table[first : first + len(own)] = own
+            sequence.block_table[first + leased : first + len(own)] = own[leased:]
             owner.update((block, sequence) for block in own.tolist())
         foreign = set(withdrawn.tolist())
         for sequence in self._sequences.values():
+            if id(sequence) in self._advanced:
+                sequence.num_cached_tokens = self._advanced[id(sequence)]
             leased = self._num_leased(sequence)
             for index in range(leased, len(sequence.block_table)):
                 block = int(sequence.block_table[index])
@@ -247,6 +268,7 @@ class KVManager:
                     break
         self._replaced.clear()
         self._published.clear()
+        self._advanced.clear()
 
     def _cut(self, sequence: SequenceBlocks, end: int, foreign: set[int], owner: dict[int, SequenceBlocks]) -> None:
         """Takes the blocks from `end` on from a sequence, and frees those that were its own."""
@@ -254,9 +276,9 @@ class KVManager:
         self.allocator.free([block for block in lost if block not in foreign or owner[block] is sequence])
         sequence.block_table = sequence.block_table[:end].copy()
         sequence.num_cached_tokens = min(sequence.num_cached_tokens, end * self.cache.block_size)
-        if sequence.lease.partial:  # it continued what is gone
-            sequence.copy = None
-            self.cache.unpin_partial(sequence.lease)
+        matched = len(sequence.lease.block_ids)  # where a partial match goes on
+        if sequence.lease.partial and end <= matched:
+            self._give_up_partial(sequence, end)
 
     def end(self, sequence: SequenceBlocks, tail_token_ids: TokenIds = b"") -> None:
         """Ends a sequence: its pins are let go, its own blocks are freed.
@@ -268,8 +290,7 @@ class KVManager:
         Raises:
             ValueError: the sequence has published in a step that is neither committed nor withdrawn.
         """
-        if any(other is sequence for other, *_ in (*self._published, *self._replaced)):
-            raise ValueError("sequence: expected one whose last step was committed or withdrawn")
+        self._check_committed(sequence)
         leased = self._num_leased(sequence)
         tail = None
         packed = pack(tail_token_ids)
@@ -307,6 +328,10 @@ class KVManager:
         total = self.allocator.num_used + self.allocator.num_free
         if sizes.num_blocks != total:
             raise CacheCorruption(f"violated: free + private + pinned + evictable == {total}, got {sizes}")
+
+    def _check_committed(self, sequence: SequenceBlocks) -> None:
+        if any(other is sequence for other, _ in self._published):
+            raise ValueError("sequence: expected one whose last step was committed or withdrawn")
 
     def _num_leased(self, sequence: SequenceBlocks) -> int:
         return sequence.lease.num_tokens // self.cache.block_size

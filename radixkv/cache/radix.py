@@ -136,7 +136,7 @@ class RadixCache:
         if at:
             self._move(lease, node, at)
         if at < end:
-            lease.cursor = tree.append(node, key[at:end], blocks[at // tree.width * BLOCK_ID_BYTES :], lease.source)
+            lease.cursor = tree.append(node, key[at:end], blocks[at // tree.width * BLOCK_ID_BYTES :])
             lease.num_tokens += (end - at) // TOKEN_BYTES
             self._moved.append(lease)
         if not found:

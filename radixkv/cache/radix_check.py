@@ -59,7 +59,7 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
     for node in detached:
         blocks.extend(np.frombuffer(node.blocks, np.int32).tolist())
         num_pinned += node.num_blocks
-        pins[id(node.parent)] += 1
+        _hold(node.parent is None, "a tail that was replaced hangs nowhere")
     _hold(len(set(blocks)) == len(blocks), "no block is held twice")
     _hold(sorted(map(id, leaves)) == sorted(map(id, tree.leaves)), "leaves are the unpinned childless nodes")
     tree.leaves._check()

@@ -117,7 +117,9 @@ class RadixTree:
                 return
             self.num_pinned -= len(node.blocks) // BLOCK_ID_BYTES
             parent = node.parent
-            assert parent is not None
+            if parent is None:  # a tail that was replaced while it was pinned
+                self.superseded.extend(np.frombuffer(node.blocks, np.int32).tolist())
+                return
             if stamp is not None:
                 node.stamp = stamp
                 if not self._is_lru:
@@ -125,13 +127,10 @@ class RadixTree:
             elif parent.stamp < node.stamp:
                 parent.stamp = node.stamp
             if not node.children:
-                self._enter_leaves(node, parent)
+                self._enter_leaves(node)
             node = parent
 
-    def _enter_leaves(self, node: Node, parent: Node) -> None:
-        if len(node.span) < self.width and parent.children.get(node.span) is not node:
-            self.superseded.extend(np.frombuffer(node.blocks, np.int32).tolist())
-            return
+    def _enter_leaves(self, node: Node) -> None:
         if not self._is_lru:
             node.rank = self.policy.rank(node)
         elif len(node.span) >= self.width:
@@ -145,21 +144,15 @@ class RadixTree:
 
     # ---- growing. A pin of the caller's on `node` moves on to the node returned.
 
-    def append(self, node: Node, span: bytes, blocks: bytes, own_source: Node | None) -> Node:
-        """Puts whole blocks after a node, where nothing goes on with them; returns the node that ends with them.
-
-        Args:
-            node: pinned by the caller.
-            own_source: the node that the caller's partial match is copied from.
-        """
+    def append(self, node: Node, span: bytes, blocks: bytes) -> Node:
+        """Puts whole blocks after a node, where nothing goes on with them; returns the node that ends with them."""
         num_blocks = len(blocks) // BLOCK_ID_BYTES
         self.num_blocks += num_blocks
         self.num_pinned += num_blocks
         if node.children:
             self._supersede(node.tail_before(span))
-        own_pins = 1 + (own_source is not None and own_source.parent is node and own_source.pins == 1)
         if (
-            node.pins == own_pins
+            node.pins == 1
             and not node.children
             and node is not self.root
             and len(node.span) + len(span) <= MAX_EXTENDED_BYTES
@@ -199,9 +192,13 @@ class RadixTree:
         """Takes a tail out: a fuller block of the same tokens is there. While pinned, its block counts as pinned."""
         if tail is None:
             return
-        assert tail.parent is not None
-        tail.parent.remove_child(tail.span)
-        if not tail.pins:
+        parent = tail.parent
+        assert parent is not None
+        parent.remove_child(tail.span)
+        tail.parent = None
+        if tail.pins:
+            parent.pins -= 1  # stays above zero: whoever brings the fuller block pins it
+        else:
             self.leaves.remove(tail)
             self.superseded.extend(np.frombuffer(tail.blocks, np.int32).tolist())
 
@@ -260,7 +257,7 @@ class RadixTree:
                 node.parent = None
         for node in dict.fromkeys(cut):
             if node.parent is not None and not node.pins and not node.children:
-                self._enter_leaves(node, node.parent)
+                self._enter_leaves(node)
         self.fresh.clear()
         return taken
 
@@ -274,5 +271,4 @@ class RadixTree:
         assert parent is not None
         parent.remove_child(leaf.span[: self.width])
         if not parent.pins and not parent.children:
-            assert parent.parent is not None
-            self._enter_leaves(parent, parent.parent)
+            self._enter_leaves(parent)
