@@ -12,7 +12,7 @@ from radixkv.workloads import open_trace
 sys.path.insert(0, str(Path(__file__).parent))
 from shared_files import shared_file
 
-# requests, prompt tokens; hits of an infinite cache at block sizes 1, 16, 64: prompts cached, prompts and outputs cached
+# (requests, prompt tokens), then hits of an infinite cache at block sizes 1, 16, 64: prompts cached, outputs cached too
 TEXT_TRACES = {
     "tau_bench_airline.conversations": (
         (2454, 28631325),
