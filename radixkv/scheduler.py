@@ -253,7 +253,7 @@ class Scheduler:
             blocks = sequence.blocks
             if blocks is None or not budget:  # preempted just now
                 continue
-            if end > len(blocks.block_table) * self.block_size and not self._grow(sequence, end):
+            if end > len(blocks.block_table) * self.block_size and not self._grow_decode(sequence, end):
                 continue
             write_start = self._publish(sequence, end - 1, end) if end % stride == 0 else end - 1
             budget -= 1
@@ -377,6 +377,13 @@ class Scheduler:
                 self._preempt(victim)
             else:
                 return True
+
+    def _grow_decode(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Gets blocks for a stride of tokens at once, where there are any; else for as many as are needed now."""
+        ahead = min(-(-num_tokens // self._stride) * self._stride, len(sequence.token_ids) - 1)
+        if self.manager.num_available >= self._stride // self.block_size and ahead > num_tokens:
+            return self._grow(sequence, ahead)
+        return self._grow(sequence, num_tokens)
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
         """The later arrival, not of this step, that loses least: it computed fewest tokens itself."""
