@@ -162,24 +162,28 @@ class Scheduler:
         """Takes a request in; it waits for its admission.
 
         Raises:
-            ValueError: it can never fit into the pool, has no tokens, or one of that id is unfinished. Nothing changes.
+            ValueError: as `check_fits`, or one of that id is unfinished. Nothing changes.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id: expected one that is not in use, got {request.request_id!r}")
-        pack(request.prompt_token_ids)
-        num_tokens = len(request.prompt_token_ids) + request.sampling_params.max_tokens - 1
-        num_slots = (self.manager.allocator.num_blocks or 0) * self.block_size
-        if not request.prompt_token_ids:
-            raise ValueError("prompt_token_ids: expected at least one token, got none")
-        if num_tokens > num_slots:
-            raise ValueError(
-                f"request {request.request_id!r}: expected prompt + max_tokens - 1 <= {num_slots}, the pool's tokens, "
-                f"got {len(request.prompt_token_ids)} + {request.sampling_params.max_tokens} - 1 = {num_tokens}"
-            )
+        self.check_fits(request)
         sequence = self._new_sequence((self._next_arrival, 0), request, 0)
         self._next_arrival += 1
         self._wait(sequence)
         return sequence
+
+    def check_fits(self, request: Request) -> None:
+        """Raises ValueError if a request has no tokens, bad ones, or more than the pool can ever hold."""
+        pack(request.prompt_token_ids)
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling_params.max_tokens
+        num_slots = (self.manager.allocator.num_blocks or 0) * self.block_size
+        if not num_prompt:
+            raise ValueError("prompt_token_ids: expected at least one token, got none")
+        if num_prompt + max_tokens - 1 > num_slots:
+            raise ValueError(
+                f"request {request.request_id!r}: expected prompt + max_tokens - 1 <= {num_slots}, the pool's tokens, "
+                f"got {num_prompt} + {max_tokens} - 1 = {num_prompt + max_tokens - 1}"
+            )
 
     def _new_sequence(self, arrival: tuple[int, int], request: Request, sample: int) -> Sequence:
         sequence = Sequence(self._next_id, arrival, request, sample)
