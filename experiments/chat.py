@@ -1,9 +1,9 @@
 """What does prefix caching do for an assistant: one system prompt, unique questions, Poisson arrivals?
 
-The measurement of the book chapter this project grew from, on a model of the same size (tiny_gpt, 5.8 M parameters, random
-weights): no cache, flat hash and radix under the same arrivals at several loads, then the same load of uniform random
-prompts that share nothing. Expected: three quarters of the prompt tokens and more come from the cache, median TTFT falls to
-about half or less at every load, throughput does not fall; on random prompts all three compute the same tokens.
+The measurement of the book chapter this project grew from, on a model of the same size (tiny_gpt, 5.8 M parameters,
+random weights): no cache, flat hash and radix under the same arrivals at several loads, then the same load of uniform
+random prompts that share nothing. Expected: three quarters of the prompt tokens and more come from the cache, median
+TTFT falls to about half or less at every load, throughput does not fall; on random prompts all three compute the same.
 
     python -m experiments.chat                       about two minutes
     python -m experiments.chat --smoke               a few seconds, too short to quote
