@@ -87,7 +87,7 @@ def make(shape: Shape) -> Problem:
     kv_dtype = shape.kv_dtype or shape.dtype
     counts = [-(-n // bs) for n in shape.seq_lens]
     num_blocks = sum(counts) + 2
-    ids = torch.randperm(num_blocks, generator=gen).int()
+    ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(shape.seed)).int()
     caches = [empty_cache(num_blocks, bs, heads, d, kv_dtype, shape.layout) for d in (dim, v_dim)]
     scales: list[Tensor | None] = [None, None]
     if shape.scales == "tensor":
@@ -97,7 +97,9 @@ def make(shape: Shape) -> Problem:
     width = max([*counts, 1]) + 1
     table = torch.full((len(counts), width), -1, dtype=torch.int32)
     cu = torch.tensor([0, *shape.q_lens]).cumsum(0).int()
-    problem = Problem(shape, torch.randn(int(cu[-1]), shape.num_q_heads, dim, generator=gen).to(shape.dtype), *caches, {})
+    problem = Problem(
+        shape, torch.randn(int(cu[-1]), shape.num_q_heads, dim, generator=gen).to(shape.dtype), *caches, {}
+    )
     used = 0
     for s, n in enumerate(shape.seq_lens):
         table[s, : counts[s]] = ids[used : used + counts[s]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.kernels.pairwise import pairwise_rows
 from tests.kernels.problems import FP8, Shape, check, dense, make, relative_error
 
@@ -55,11 +56,19 @@ def shape_of(row: dict, seed: int) -> Shape:
 
 
 ROWS = pairwise_rows(FEATURES)
+# most rows above leave the fused kernel for one feature or another; these keep to it
+FUSED = {**FEATURES, "v_head_dim": [None], "softcap": [None], "alibi": [False], "scales": ["none", "tensor"]}
+FUSED_ROWS = pairwise_rows(FUSED, seed=1)
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)))
 def test_pairs_of_features(index):
     check(make(shape_of(ROWS[index], index)))
+
+
+@pytest.mark.parametrize("index", range(len(FUSED_ROWS)))
+def test_pairs_of_features_of_the_fused_kernel(index):
+    check(make(shape_of(FUSED_ROWS[index], 1000 + index)))
 
 
 @pytest.mark.parametrize("index", range(0, len(ROWS), 9))
