@@ -16,6 +16,7 @@ from .cells import CELL_SIZE
 from .workspace import Workspace
 
 _BYTES_A_CHUNK = 8 << 20
+_PAD_BYTES = 64
 
 
 class CacheReader:
@@ -40,8 +41,9 @@ class CacheReader:
         self.block_step, self.unit_step = s_block // step, s_token * self.unit // step
         self.head_step = s_head // step
         last = sum(s // step * (n - 1) for s, n in zip(steps, counts, strict=True))
-        bytes_view = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
-        self.rows = bytes_view.as_strided((last + 1, row_len * self.unit), (step, 1)) if cache.shape[0] else None
+        if cache.shape[0]:
+            bytes_view = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+            self.rows = bytes_view.as_strided((last + 1, self.unit, row_len), (step, row_len, 1))
 
     @property
     def cell_bytes(self) -> int:
@@ -59,23 +61,28 @@ class CacheReader:
         cells = blocks.shape[0]
         if self.rows is None:
             found = self.cache[blocks, offsets]  # [cells, units, num_heads, head_dim]
-            buffer = self.workspace.take(self.name, tuple(found.shape), self.dtype, found.device)
-            return buffer.copy_(found).transpose(1, 2)
+            return self._scratch(cells, self.dtype, found.device).copy_(found.transpose(1, 2))
         index = blocks * self.block_step + (offsets // self.unit) * self.unit_step
         if self.per_head:
             heads = torch.arange(self.num_heads, device=index.device) * self.head_step
             index = index[:, None, :] + heads[:, None]
-            shape = (cells, self.num_heads, CELL_SIZE, self.head_dim)
-        else:
-            shape = (cells, CELL_SIZE, self.num_heads, self.head_dim)
-        raw = self.workspace.take(
-            self.name + "/raw", (index.numel(), self.rows.shape[1]), self.rows.dtype, index.device
-        )
-        torch.index_select(self.rows, 0, index.reshape(-1), out=raw)
-        found = raw.view(self.cache.dtype).view(shape)
-        if self.cache.dtype != self.dtype:
-            found = self.workspace.take(self.name, shape, self.dtype, found.device).copy_(found)
-        return found if self.per_head else found.transpose(1, 2)
+        raw = self._scratch(cells, self.rows.dtype, index.device)
+        # the same memory with the units apart, in the order of the index
+        whole = raw if self.per_head else raw.transpose(1, 2).flatten(2)
+        out = whole.view(index.numel(), self.unit, self.rows.shape[2])
+        torch.index_select(self.rows, 0, index.reshape(-1), out=out)
+        found = raw.view(self.cache.dtype)
+        return found if found.dtype == self.dtype else self._scratch(cells, self.dtype, found.device).copy_(found)
+
+    def _scratch(self, cells: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[cells, num_heads, CELL_SIZE, head_dim], stored heads first if per_head, else tokens first."""
+        if self.per_head:
+            return self.workspace.take(self.name, (cells, self.num_heads, CELL_SIZE, self.head_dim), dtype, device)
+        row = self.num_heads * self.head_dim
+        # tokens a multiple of 512 bytes apart fall into few sets of the first-level cache: +25 % time in the products
+        pad = _PAD_BYTES // dtype.itemsize if self.num_heads > 1 and row * dtype.itemsize % 512 == 0 else 0
+        buffer = self.workspace.take(self.name, (cells, CELL_SIZE, row + pad), dtype, device)[..., :row]
+        return buffer.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
 
 
 def units_of(reader: CacheReader, first_tokens: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:

@@ -143,9 +143,10 @@ def _partials(job: Job, group: _Group, seq: np.ndarray, first: np.ndarray, num_w
         if masked:
             for cells in (k, v):
                 zero_outside(cells, first[a:b].tolist(), lo[a:b].tolist(), hi[a:b].tolist())
-        of = seq_t[a:b]
-        part = cell_partials(job.math, group.q[of], k, v, first_t[a:b], group.bounds[of], masked)
-        lse[a:b], out[a:b] = part
+        of: slice | Tensor = slice(int(seq[a]), int(seq[a]) + b - a)
+        if (np.diff(seq[a:b]) != 1).any():
+            of = seq_t[a:b]
+        lse[a:b], out[a:b] = cell_partials(job.math, group.q[of], k, v, first_t[a:b], group.bounds[of], masked)
     return lse, out
 
 
