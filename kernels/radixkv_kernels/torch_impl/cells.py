@@ -68,7 +68,7 @@ class RowBounds:
     position: Tensor
     """[batch, rows] int64: the row's own position, for ALiBi."""
 
-    def __getitem__(self, index: slice | Tensor) -> RowBounds:
+    def __getitem__(self, index: slice | Tensor | tuple[slice, slice]) -> RowBounds:
         return RowBounds(self.lo[index], self.hi[index], self.position[index])
 
 

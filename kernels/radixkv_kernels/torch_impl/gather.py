@@ -32,6 +32,7 @@ class CacheReader:
         self.per_head = not heads_together
         self.unit = math.gcd(self.block_size, CELL_SIZE) if s_token == row_len or self.block_size == 1 else 1
         self.rows: Tensor | None = None
+        self._targets: dict[int, tuple[Tensor, Tensor]] = {}
         if s_dim != 1:
             return  # no contiguous rows at all: read() indexes element by element
         steps = [s_block, s_token * self.unit] + ([s_head] if self.per_head else [])
@@ -50,28 +51,36 @@ class CacheReader:
         """Of one gathered cell."""
         return CELL_SIZE * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    def read(self, blocks: Tensor, offsets: Tensor) -> Tensor:
-        """Gathers cells.
+    def index(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """What `read` takes, for any number of cells at once; slice it along dim 0.
 
-        Args:
-            blocks, offsets: [cells, CELL_SIZE // unit] int64: block id and first token within it of each unit.
-
-        Returns [cells, num_heads, CELL_SIZE, head_dim] self.dtype, in scratch that the next read overwrites.
+        blocks, offsets: [cells, CELL_SIZE // unit] int64, block id and first token within it of each unit.
         """
-        cells = blocks.shape[0]
         if self.rows is None:
-            found = self.cache[blocks, offsets]  # [cells, units, num_heads, head_dim]
-            return self._scratch(cells, self.dtype, found.device).copy_(found.transpose(1, 2))
-        index = blocks * self.block_step + (offsets // self.unit) * self.unit_step
+            return torch.stack((blocks, offsets), 1)
+        index = blocks * self.block_step + torch.div(offsets, self.unit, rounding_mode="floor") * self.unit_step
         if self.per_head:
             heads = torch.arange(self.num_heads, device=index.device) * self.head_step
             index = index[:, None, :] + heads[:, None]
-        raw = self._scratch(cells, self.rows.dtype, index.device)
-        # the same memory with the units apart, in the order of the index
-        whole = raw if self.per_head else raw.transpose(1, 2).flatten(2)
-        out = whole.view(index.numel(), self.unit, self.rows.shape[2])
-        torch.index_select(self.rows, 0, index.reshape(-1), out=out)
-        found = raw.view(self.cache.dtype)
+        return index.flatten(1)
+
+    def read(self, index: Tensor) -> Tensor:
+        """Gathers the cells of a slice of `index`.
+
+        Returns [cells, num_heads, CELL_SIZE, head_dim] self.dtype, in scratch that the next read overwrites.
+        """
+        cells = index.shape[0]
+        if self.rows is None:
+            found = self.cache[index[:, 0], index[:, 1]]  # [cells, units, num_heads, head_dim]
+            return self._scratch(cells, self.dtype, found.device).copy_(found.transpose(1, 2))
+        if cells not in self._targets:
+            raw = self._scratch(cells, self.rows.dtype, index.device)
+            # the same memory with the units apart, in the order of the index
+            whole = raw if self.per_head else raw.transpose(1, 2).flatten(2)
+            rows = whole.view(index.numel(), self.unit, self.rows.shape[2])
+            self._targets[cells] = rows, raw.view(self.cache.dtype)
+        rows, found = self._targets[cells]
+        torch.index_select(self.rows, 0, index.reshape(-1), out=rows)
         return found if found.dtype == self.dtype else self._scratch(cells, self.dtype, found.device).copy_(found)
 
     def _scratch(self, cells: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cells import CELL_SIZE, RUN_CELLS, RowBounds, cell_partials
-from .gather import cells_a_chunk, units_of, zero_outside
+from .gather import CacheReader, cells_a_chunk, units_of, zero_outside
 from .rows import Job
 from .state import State
 
@@ -130,32 +130,31 @@ def _partials(job: Job, group: _Group, seq: np.ndarray, first: np.ndarray, num_w
     out[pairs] = 0.0
     # tokens of the cell that some row sees
     lo, hi = np.maximum(group.lo[seq], first), np.minimum(group.hi[seq], first + CELL_SIZE)
-    blocks = [
-        _unit_blocks(job, reader, group.block_start[seq], first, lo, hi) for reader in (job.k_reader, job.v_reader)
-    ]
+    readers = job.k_reader, job.v_reader
+    k_index, v_index = (_cell_index(job, reader, group.block_start[seq], first, lo, hi) for reader in readers)
     seq_t, first_t = torch.from_numpy(seq).to(device), torch.from_numpy(first).to(device)
+    broken = np.concatenate(([0], np.cumsum(np.diff(seq) != 1)))  # grows where sequences do not follow one another
     step = cells_a_chunk(job.k_reader, job.v_reader)
     edges = [*range(0, num_whole, step), *range(num_whole, pairs, step), pairs]
     for a, b in itertools.pairwise(edges):
         masked = a >= num_whole
-        k = job.k_reader.read(blocks[0][0][a:b], blocks[0][1][a:b])
-        v = job.v_reader.read(blocks[1][0][a:b], blocks[1][1][a:b])
+        k, v = job.k_reader.read(k_index[a:b]), job.v_reader.read(v_index[a:b])
         if masked:
             for cells in (k, v):
                 zero_outside(cells, first[a:b].tolist(), lo[a:b].tolist(), hi[a:b].tolist())
-        of: slice | Tensor = slice(int(seq[a]), int(seq[a]) + b - a)
-        if (np.diff(seq[a:b]) != 1).any():
-            of = seq_t[a:b]
+        of = slice(int(seq[a]), int(seq[a]) + b - a) if broken[a] == broken[b - 1] else seq_t[a:b]
         lse[a:b], out[a:b] = cell_partials(job.math, group.q[of], k, v, first_t[a:b], group.bounds[of], masked)
     return lse, out
 
 
-def _unit_blocks(job: Job, reader, start: np.ndarray, first: np.ndarray, lo: np.ndarray, hi: np.ndarray):
-    """Block ids and offsets of the units of cells, [cells, units] int64 each."""
+def _cell_index(
+    job: Job, reader: CacheReader, start: np.ndarray, first: np.ndarray, lo: np.ndarray, hi: np.ndarray
+) -> Tensor:
+    """`reader.index` of cells; all arrays [cells]."""
     device = job.tensors.q.device
     first_t, lo_t, hi_t, start_t = (torch.from_numpy(x).to(device) for x in (first, lo, hi, start))
     index, offsets = units_of(reader, first_t, lo_t, hi_t)
-    return job.tensors.block_ids[start_t[:, None] + index].long(), offsets
+    return reader.index(job.tensors.block_ids[start_t[:, None] + index].long(), offsets)
 
 
 def _write(job: Job, seqs: np.ndarray, tokens: int, out: Tensor, lse: Tensor) -> None:

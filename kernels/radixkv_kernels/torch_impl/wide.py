@@ -83,7 +83,7 @@ def _gather(job: Job, seq: int, reader: CacheReader, cells: np.ndarray, lo: int,
     n = len(cells)
     index, offsets = units_of(reader, first, first.clamp_min(lo), (first + CELL_SIZE).clamp_max(hi))
     blocks = job.tensors.block_ids[int(job.block_start[seq]) + index].long()
-    gathered = reader.read(blocks, offsets)
+    gathered = reader.read(reader.index(blocks, offsets))
     zero_outside(gathered, cells.tolist(), [lo] * n, [hi] * n)
     return gathered
 
