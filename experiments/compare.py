@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.harness import Row, console, fail, print_table, progress, pyplot, save
+from radixkv.cache.base import check_block_size
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.hashing import ALGORITHMS
 from radixkv.model_shapes import MODEL_SHAPES
@@ -86,6 +87,8 @@ def run(config: Config) -> list[Row]:
         if trace.counts.num_bad:
             console.print(f"{trace.name}: {trace.counts.num_bad} records could not be read, such as")
             console.print(*(f"  {error}" for error in trace.counts.examples), sep="\n", markup=False)
+        if trace.counts.num_without_output:
+            console.print(f"{trace.name}: {trace.counts.num_without_output} conversations without an answer left out")
         if not trace.sharing_known:
             console.print(f"{trace.name}: gives lengths alone, so nothing is shared and hits mean nothing.")
     return rows
@@ -93,7 +96,11 @@ def run(config: Config) -> list[Row]:
 
 def _traces(config: Config) -> Iterable[Any]:
     if config.workload or not config.trace:
-        yield open_workload(config.workload or EMBEDDED, seed=config.seed, limit=config.limit)
+        name = config.workload or EMBEDDED
+        if name != EMBEDDED and config.tokenizer != "bytes":
+            raise ValueError(f"--tokenizer: the tokens of {name} are random numbers, got {config.tokenizer!r}")
+        more = {"tokenizer": config.tokenizer} if name == EMBEDDED else {}
+        yield open_workload(name, seed=config.seed, limit=config.limit, **more)
     groups = [list(config.trace)] if config.join else [[path] for path in config.trace]
     for paths in filter(None, groups):
         yield open_trace(
@@ -229,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--workload", choices=sorted(WORKLOADS), help=f"a synthetic workload (default without --trace: {EMBEDDED})")
     add("--tokenizer", default="bytes", metavar="bytes|NAME|PATH", help="a vocabulary's name, or a tokenizer.json")
     add("--cache", nargs="+", choices=CACHES, default=CACHES, help="default: all")
-    add("--block-size", nargs="+", type=int, metavar="N", help="tokens in a block, 1 to 1024 (16)")
+    add("--block-size", nargs="+", type=_block_size, metavar="N", help="tokens in a block, 1 to 1024 (16)")
     add("--partial-blocks", nargs="+", choices=("on", "off"), default=["on"], help="radix shares to the token (on)")
     add("--num-blocks", nargs="+", type=_num_blocks, metavar="N|unbounded", help="blocks in the pool (unbounded)")
     add("--policy", nargs="+", choices=sorted(POLICIES), default=["lru"], help="eviction of radix (lru)")
@@ -240,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--skip-bad", action="store_true", help="count lines that can't be read, and go on")
     add("--model-shape", choices=sorted(MODEL_SHAPES), default="llama-3-8b", help="whose KV bytes to report")
     add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets compare.json and compare.png (results)")
-    given = vars(parser.parse_args(arguments))
+    given: dict[str, Any] = vars(parser.parse_args(arguments))
     out = given.pop("out")
     is_embedded = given["workload"] in (None, EMBEDDED) and not given["trace"]
     given["pool_tokens"] = EMBEDDED_POOLS if is_embedded and given["num_blocks"] is None else ()
@@ -248,7 +255,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given["block_size"] = given["block_size"] or (EMBEDDED_BLOCK_SIZES if is_embedded else (16,))
     given["partial_blocks"] = [choice == "on" for choice in given["partial_blocks"]]
     given["cache_outputs"] = given["cache_outputs"] == "on"
-    config = Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+    config = Config(**options)
     try:
         rows = run(config)
     except (ValueError, ImportError) as error:
@@ -258,6 +268,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_rows(rows)
     path = save(out, "compare", asdict(config), rows)
     console.print(f"{path}\n{plot(path)}", highlight=False)
+
+
+def _block_size(text: str) -> int:
+    try:
+        return check_block_size(int(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _num_blocks(text: str) -> int | None:

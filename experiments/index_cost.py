@@ -52,12 +52,11 @@ class Config:
 def chats(config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields ([n] prompt, [m] prompt and output) int32: conversations of 2,000 to 8,000 tokens in four turns."""
     rng = np.random.default_rng(config.seed)
-    systems = rng.integers(0, 32_000, (8, 512), dtype=np.int32)
-    lengths = rng.integers(2_000, 8_001, config.num_conversations)
-    texts = [
-        np.concatenate([systems[i % 8], rng.integers(0, 32_000, length - 512, dtype=np.int32)])
-        for i, length in enumerate(lengths)
-    ]
+    systems = [rng.integers(0, 32_000, 512, dtype=np.int32) for _ in range(8)]
+    texts = []
+    for i in range(config.num_conversations):
+        length = int(rng.integers(2_000, 8_001))
+        texts.append(np.concatenate([systems[i % 8], rng.integers(0, 32_000, length - 512, dtype=np.int32)]))
     for turn in range(4):
         for text in texts:
             before, end = (512 + (len(text) - 512) * share // 4 for share in (turn, turn + 1))

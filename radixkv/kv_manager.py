@@ -129,7 +129,7 @@ class KVManager:
         if missing <= 0:
             return
         if missing == self.num_available + 1 and sequence.lease.partial and not sequence.copy:
-            self._give_up_partial(sequence, self._num_leased(sequence))
+            self.give_up_partial(sequence)
         first = self._take(missing)
         destination = len(sequence.block_table)
         sequence.block_table = np.concatenate([sequence.block_table, first])
@@ -138,7 +138,42 @@ class KVManager:
             sequence.copy = BlockCopy(partial.block_id, int(first[0]), partial.num_tokens)
             self._copying.append(sequence)
 
-    def _give_up_partial(self, sequence: SequenceBlocks, num_blocks: int) -> None:
+    def give_up_partial(self, sequence: SequenceBlocks) -> None:
+        """Goes on without the partial match: its source is pinned no longer, its rows are to be computed."""
+        self._drop_partial(sequence, self._num_leased(sequence))
+
+    def fork(self, sequence: SequenceBlocks, token_ids: TokenIds) -> tuple[SequenceBlocks, list[BlockCopy]]:
+        """Makes a second sequence of the same tokens: what is published is shared, the rest is copied.
+
+        Args:
+            token_ids: the tokens whose KV the sequence has, from position 0; not in the middle of a step.
+
+        Returns:
+            The second sequence, and the copies, to be run before anything else is: no commit waits for them.
+
+        Raises:
+            OutOfBlocks: there is no room for the copies; nothing was changed.
+        """
+        self._check_committed(sequence)
+        packed = pack(token_ids)
+        width = self.cache.block_size * TOKEN_BYTES
+        lease = self.cache.acquire(packed[: self._num_leased(sequence) * width], sequence.lease.namespace)
+        shared = lease.num_tokens // self.cache.block_size
+        sources = sequence.block_table[shared : -(-len(packed) // width)]
+        try:
+            own = self._take(len(sources))
+        except OutOfBlocks:
+            self.cache.cancel(lease)
+            raise
+        other = SequenceBlocks(lease, np.concatenate([lease.block_ids, own]), lease.num_tokens)
+        self._sequences[id(other)] = other
+        num_rows = [
+            min(self.cache.block_size, len(packed) // TOKEN_BYTES - i * self.cache.block_size)
+            for i in range(shared, shared + len(sources))
+        ]
+        return other, [BlockCopy(*pair) for pair in zip(sources.tolist(), own.tolist(), num_rows, strict=True)]
+
+    def _drop_partial(self, sequence: SequenceBlocks, num_blocks: int) -> None:
         sequence.copy = None
         self.cache.unpin_partial(sequence.lease)
         sequence.num_cached_tokens = min(sequence.num_cached_tokens, num_blocks * self.cache.block_size)
@@ -188,7 +223,7 @@ class KVManager:
         if not len(gained):
             return 0
         if sequence.lease.partial and not sequence.copy:  # it continued the old end
-            self._give_up_partial(sequence, first)
+            self._drop_partial(sequence, first)
         self._advanced.setdefault(id(sequence), sequence.num_cached_tokens)
         self._replace(sequence, first, gained)
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, sequence.lease.num_tokens)
@@ -278,7 +313,7 @@ class KVManager:
         sequence.num_cached_tokens = min(sequence.num_cached_tokens, end * self.cache.block_size)
         matched = len(sequence.lease.block_ids)  # where a partial match goes on
         if sequence.lease.partial and end <= matched:
-            self._give_up_partial(sequence, end)
+            self._drop_partial(sequence, end)
 
     def end(self, sequence: SequenceBlocks, tail_token_ids: TokenIds = b"") -> None:
         """Ends a sequence: its pins are let go, its own blocks are freed.

@@ -128,14 +128,12 @@ class Request:
         request_id: unique among the unfinished ones.
         prompt_token_ids: [>= 1].
         namespace: what its KV depends on, or is to be kept apart by.
-        priority: lower goes first where an order considers it.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling_params: SamplingParams = SamplingParams()
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
     namespace: Namespace | None = None
-    priority: int = 0
 
 
 def _is_int(value: Any) -> bool:

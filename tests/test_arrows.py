@@ -18,6 +18,16 @@ ARROWS = {
     "radixkv.replay": {"radixkv.kv_manager", "radixkv.block_allocator", "radixkv.cache", "radixkv.tokens"},
     "radixkv.batch": {"radixkv.kv_manager"},
     "radixkv.request": {"radixkv.cache"},
+    "radixkv.ordering": {"radixkv.cache", "radixkv.tokens"},
+    "radixkv.scheduler": {
+        "radixkv.batch",
+        "radixkv.block_allocator",
+        "radixkv.cache",
+        "radixkv.kv_manager",
+        "radixkv.ordering",
+        "radixkv.request",
+        "radixkv.tokens",
+    },
     "radixkv.model": {"radixkv.request", "radixkv_kernels"},
     "radixkv.runner": {"radixkv.batch", "radixkv.kv_manager", "radixkv.model", "radixkv_kernels"},
     "radixkv.workloads": {"radixkv.cache", "radixkv.tokens"},
@@ -25,7 +35,14 @@ ARROWS = {
     "radixkv_kernels": set(),
     "experiments": {"radixkv", "radixkv_kernels"},
 }
-WITHOUT_TORCH = ("radixkv.tokens", "radixkv.cache", "radixkv.kv_manager", "radixkv.replay", "radixkv.workloads")
+WITHOUT_TORCH = (
+    "radixkv.tokens",
+    "radixkv.cache",
+    "radixkv.kv_manager",
+    "radixkv.replay",
+    "radixkv.workloads",
+    "radixkv.scheduler",
+)
 OURS = ("radixkv", "radixkv_kernels", "experiments")
 
 
