@@ -1,0 +1,154 @@
+"""Checks of a caller's arguments, each a ValueError with name, expected and got. Called by `api.py` only.
+
+`check_*` look at shapes, dtypes and devices and never synchronise; `check_*_contents` read the tensors, so they run on
+CPU tensors, or on any with `validate=True`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedImplementation
+from .interface import AttentionSpec, AttentionTensors
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+INT_DTYPES = (torch.int32, torch.int64)
+MAX_HEAD_DIM = 256
+MAX_BLOCK_SIZE = 2048
+
+
+def expect(ok: bool, name: str, expected: str, got: object) -> None:
+    """Raises ValueError("name: expected ..., got ...") unless ok."""
+    if not ok:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Type, rank, sizes (None: any), dtype, device."""
+    expect(isinstance(tensor, Tensor), name, "a tensor", type(tensor).__name__)
+    fits = tensor.dim() == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+    expect(fits, name, f"shape {wanted}", list(tensor.shape))
+    expect(tensor.dtype in dtypes, name, " or ".join(str(d) for d in dtypes), tensor.dtype)
+    expect(tensor.device == device, name, f"device {device}", tensor.device)
+
+
+def check_caches(k_cache: Tensor, v_cache: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """Two caches of the same blocks, heads and dtype; only head_dim may differ."""
+    check_tensor("k_cache", k_cache, (None, None, None, None), dtypes, device)
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    check_tensor("v_cache", v_cache, (num_blocks, block_size, num_kv_heads, None), (k_cache.dtype,), device)
+    expect(1 <= block_size <= MAX_BLOCK_SIZE, "k_cache", f"block_size (dim 1) of 1 to {MAX_BLOCK_SIZE}", block_size)
+    expect(num_kv_heads >= 1, "k_cache", "at least one KV head (dim 2)", num_kv_heads)
+
+
+def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
+    """Group sizes are whole numbers; head sizes within what the implementations are built for."""
+    expect(
+        num_q_heads > 0 and num_q_heads % num_kv_heads == 0,
+        "q",
+        f"num_q_heads (dim 1) a multiple of num_kv_heads = {num_kv_heads}",
+        num_q_heads,
+    )
+    for name, dim in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        expect(dim >= 1, name, "at least 1", dim)
+        if dim > MAX_HEAD_DIM:
+            raise UnsupportedImplementation(
+                f"{name} {dim}: no implementation goes beyond {MAX_HEAD_DIM} (so not MLA's latent cache either)"
+            )
+
+
+def check_options(scale: float, window: int | None, softcap: float | None) -> None:
+    """The plain numbers of paged_attention."""
+    expect(isinstance(scale, (int, float)), "scale", "a number", scale)
+    expect(window is None or (isinstance(window, int) and window >= 1), "window", "None or an int >= 1", window)
+    expect(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
+
+
+def normalise_scale(name: str, scale: float | Tensor | None, num_kv_heads: int, device: torch.device) -> Tensor | None:
+    """A float, a one-element tensor or one per KV head -> [num_kv_heads] float32, stride 0 where there is one."""
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        expect(isinstance(scale, (int, float)), name, "None, a number or a tensor", scale)
+        return torch.full((1,), float(scale), dtype=torch.float32, device=device).expand(num_kv_heads)
+    expect(scale.device == device, name, f"device {device}", scale.device)
+    expect(scale.is_floating_point(), name, "a floating-point tensor", scale.dtype)
+    flat = scale.reshape(-1).float()
+    expect(scale.numel() in (1, num_kv_heads), name, f"1 or {num_kv_heads} elements", list(scale.shape))
+    return flat.expand(num_kv_heads) if flat.numel() == 1 else flat.contiguous()
+
+
+def normalise_per_head(name: str, values: Tensor | None, num_q_heads: int, device: torch.device) -> Tensor | None:
+    """Sinks and ALiBi slopes: [num_q_heads] of any float dtype -> float32, contiguous."""
+    if values is None:
+        return None
+    check_tensor(name, values, (num_q_heads,), (*FLOAT_DTYPES, torch.float64), device)
+    return values.float().contiguous()
+
+
+def check_attention_contents(spec: AttentionSpec, tensors: AttentionTensors) -> None:
+    """Lengths and block ids in range: every id that a row may read, and only those. O(num_seqs * max_blocks)."""
+    cu = tensors.cu_seqlens_q.long()
+    lens = tensors.seq_lens.long()
+    q_lens = cu[1:] - cu[:-1]
+    expect(int(cu[0]) == 0, "cu_seqlens_q", "a first entry of 0", int(cu[0]))
+    if lens.numel() == 0:
+        return
+    expect(bool((q_lens >= 0).all()), "cu_seqlens_q", "a non-decreasing sequence", cu.tolist())
+    num_tokens = tensors.q.shape[0]
+    expect(int(cu[-1]) <= num_tokens, "cu_seqlens_q", f"a last entry of at most num_tokens = {num_tokens}", int(cu[-1]))
+    expect(bool((lens >= 0).all()), "seq_lens", "values >= 0", lens.tolist())
+    num_blocks = (lens + spec.block_size - 1) // spec.block_size
+    if tensors.block_indptr is None:
+        starts = torch.arange(lens.numel(), device=lens.device) * spec.block_stride
+        limit = torch.full_like(lens, spec.max_blocks)
+    else:
+        starts = tensors.block_indptr[:-1].long()
+        limit = tensors.block_indptr[1:].long() - starts
+    if bool((num_blocks > limit).any()):
+        s = int((num_blocks > limit).nonzero()[0])
+        raise ValueError(
+            f"seq_lens: expected at most block_size * blocks = {spec.block_size * int(limit[s])} tokens "
+            f"of sequence {s}, got {int(lens[s])}"
+        )
+    if spec.causal:
+        short = (q_lens > lens) & (lens > 0)
+        if bool(short.any()):
+            s = int(short.nonzero()[0])
+            raise ValueError(
+                f"seq_lens: expected to include this call's tokens, at least {int(q_lens[s])} for sequence {s}, "
+                f"got {int(lens[s])}"
+            )
+    first = torch.zeros_like(lens)
+    if spec.window is not None:
+        first = ((lens - q_lens - spec.window + 1).clamp_min(0)) // spec.block_size
+    columns = torch.arange(int(num_blocks.max()), device=lens.device)
+    used = (columns >= first[:, None]) & (columns < num_blocks[:, None]) & (q_lens > 0)[:, None]
+    ids = tensors.block_ids[(starts[:, None] + columns)[used]]
+    if ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        total = tensors.k_cache.shape[0]
+        expect(low >= 0 and high < total, "block_table", f"ids in [0, {total})", low if low < 0 else high)
+
+
+def check_copy_contents(src: Tensor, dst: Tensor, num_tokens: Tensor, num_blocks: int, block_size: int) -> None:
+    """Block ids and row counts in range, destinations distinct and no source among them. O(num_pairs log num_pairs)."""
+    for name, ids in (("src_blocks", src), ("dst_blocks", dst)):
+        low, high = int(ids.min()), int(ids.max())
+        expect(low >= 0 and high < num_blocks, name, f"ids in [0, {num_blocks})", low if low < 0 else high)
+    low, high = int(num_tokens.min()), int(num_tokens.max())
+    expect(low >= 0 and high <= block_size, "num_tokens", f"counts in [0, {block_size}]", low if low < 0 else high)
+    expect(dst.unique().numel() == dst.numel(), "dst_blocks", "distinct ids", dst.tolist())
+    both = torch.isin(src, dst)
+    expect(not bool(both.any()), "dst_blocks", "no block that is also a source", src[both].tolist())

@@ -1,0 +1,91 @@
+"""The arithmetic of a layer, in two manners: invariant (a row's bits depend on that row alone) and plain.
+
+Used by `transformer`. On a CPU the bits of a row of `linear` differ between few rows and many, and those of torch's
+silu and tanh-GELU between the end of a buffer and its middle. Invariant arithmetic pads rows to a multiple of
+ROW_MULTIPLE and writes both activations by `exp`, which does not differ. RMSNorm and erf-GELU are invariant already.
+On a GPU, libraries choose a matrix product's kernel by its number of rows, so rows are computed in tiles of one size.
+
+What is invariant was found by trial, not promised by torch: tests/model/test_invariance.py tries it on this machine.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROW_MULTIPLE = 16
+GPU_TILE_ROWS = 128
+_GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
+
+
+class Arithmetic(Protocol):
+    """How rows are computed; stateless."""
+
+    def padded(self, num_rows: int) -> int:
+        """Rows that a batch of num_rows is to be padded to."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [padded rows, in], weight [out, in], bias [out] -> [padded rows, out], all of one dtype."""
+        ...
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """gate_up [rows, 2 * n], the gate first -> activation(gate) * up, [rows, n] of its dtype."""
+        ...
+
+
+class PlainArithmetic:
+    """torch's own operations on as many rows as there are."""
+
+    def padded(self, num_rows: int) -> int:
+        return num_rows
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "silu":
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+class InvariantArithmetic:
+    """A row's bits are the same in every batch, at every place in it."""
+
+    def padded(self, num_rows: int) -> int:
+        return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.device.type == "cpu":
+            return F.linear(x, weight, bias)
+        result = x.new_empty(x.shape[0], weight.shape[0])
+        for start in range(0, x.shape[0], GPU_TILE_ROWS):
+            rows = x[start : start + GPU_TILE_ROWS]
+            tile = F.pad(rows, (0, 0, 0, GPU_TILE_ROWS - rows.shape[0]))
+            result[start : start + GPU_TILE_ROWS] = F.linear(tile, weight, bias)[: rows.shape[0]]
+        return result
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        if activation == "silu":
+            active = _by_exp(gate, gate)
+        elif activation == "gelu_tanh":
+            active = _by_exp(gate, _GELU_SLOPE * (gate + 0.044715 * gate * gate * gate))
+        else:
+            active = F.gelu(gate)
+        return (active * up).to(gate_up.dtype)
+
+
+def _by_exp(x: Tensor, z: Tensor) -> Tensor:
+    """x * sigmoid(z)."""
+    return x / (1 + torch.exp(-z))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [.., n] over its last dimension, weight [n]; the statistics in float32."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -1,0 +1,183 @@
+"""Runner: owns the KV tensors and runs a scheduled batch through the model. Called by `radixkv.engine`.
+
+A step, in this order: the copies of partly matching blocks, then the forward pass, in which each layer writes all of
+the batch's KV before any row reads. Plain numbers come in; logits go out. Nothing is global, and nothing but the KV
+tensors outlives a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from radixkv_kernels import copy_blocks
+from torch import Tensor
+
+from radixkv.batch import ScheduledBatch, ScheduledSequence
+from radixkv.kv_manager import BlockCopy
+from radixkv.model.config import ModelConfig
+from radixkv.model.transformer import Decoder, ForwardInput
+from radixkv.model.weights import Model
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Runner:
+    """A model with its KV.
+
+    Args:
+        model: from `radixkv.model.checkpoint`; its weights are converted where they differ from what follows.
+        num_blocks: blocks in the pool.
+        block_size: tokens a block.
+        dtype: of weights, activations and KV; None: the weights' own. float16 on a GPU only: no CPU is fast at it.
+        device: None: the weights' own.
+        deterministic: a row's bits are the same in every batch, whatever was cached; costs some time (see `layers`).
+
+    Attributes:
+        k_cache, v_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim]; anything at first.
+
+    Raises:
+        ValueError: a size below 1, or a dtype that does not work here.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        deterministic: bool,
+    ) -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise ValueError(f"{name}: expected a number >= 1, got {value}")
+        config, weights = model.config, model.weights
+        self.device = torch.device(device) if device is not None else weights.embedding.device
+        self.dtype = dtype or weights.embedding.dtype
+        usable = DTYPES if self.device.type != "cpu" else DTYPES[:2]
+        if self.dtype not in usable:
+            raise ValueError(f"dtype: expected one of {usable} on {self.device.type}, got {self.dtype}")
+        self.config = config
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._decoder = Decoder(Model(config, weights.to(self.dtype, self.device)), deterministic=deterministic)
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.k_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.v_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def deterministic(self) -> bool:
+        return self._decoder.deterministic
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        """Keys and values of one block, in all layers."""
+        return kv_bytes_per_block(self.config, self.block_size, self.dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: ScheduledBatch) -> Tensor:
+        """Runs one step.
+
+        Returns:
+            [number of sequences with needs_logits, vocab_size] float32 on the device: logits after each such
+            sequence's last token, in the batch's order.
+
+        Raises:
+            ValueError: a token, position, slot or block that does not exist, or arrays of lengths that do not agree;
+                KV may be half written then, as after any other failure in here.
+
+        Cost: O(num_tokens * num_parameters) and the attention.
+        """
+        self._copy(batch.copies)
+        if not batch.sequences:
+            return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=self.device)
+        return self._decoder.forward(self._input(batch.sequences), self.k_cache, self.v_cache)
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """All layers in one call: layer l's block b is block l * num_blocks + b of the tensors seen as one layer."""
+        if not copies:
+            return
+        pairs = np.array([(copy.source, copy.destination) for copy in copies], dtype=np.int64)
+        if pairs.min() < 0 or pairs.max() >= self.num_blocks:  # or it would be another layer's
+            raise ValueError(f"copies: expected blocks in [0, {self.num_blocks}), got {pairs.tolist()}")
+        layers = np.arange(self.config.num_layers, dtype=np.int64)
+        in_all_layers = (pairs + layers[:, None, None] * self.num_blocks).reshape(-1, 2)
+        num_tokens = np.array([copy.num_tokens for copy in copies], dtype=np.int64)
+        copy_blocks(
+            self.k_cache.flatten(0, 1),
+            self.v_cache.flatten(0, 1),
+            self._tensor(in_all_layers[:, 0].copy()),
+            self._tensor(in_all_layers[:, 1].copy()),
+            self._tensor(np.tile(num_tokens, len(layers))),
+        )
+
+    def _input(self, sequences: Sequence[ScheduledSequence]) -> ForwardInput:
+        counts = np.array([sequence.num_tokens for sequence in sequences])
+        starts = np.array([sequence.start for sequence in sequences])
+        ends = np.cumsum(counts)
+        token_ids = np.concatenate([sequence.token_ids for sequence in sequences])
+        slots = np.concatenate([sequence.slot_mapping for sequence in sequences])
+        self._check(sequences, counts, starts, token_ids, slots)
+        positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - counts), counts)
+        num_blocks = -(-(starts + counts) // self.block_size)
+        table = np.zeros((len(sequences), num_blocks.max()), dtype=np.int32)
+        for row, used, sequence in zip(table, num_blocks, sequences, strict=True):
+            row[:used] = sequence.block_table[:used]
+        wanted = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.needs_logits]
+        return ForwardInput(
+            token_ids=self._tensor(token_ids.astype(np.int64)),
+            positions=self._tensor(positions.astype(np.int64)),
+            slot_mapping=self._tensor(slots.astype(np.int64)),
+            block_table=self._tensor(table),
+            seq_lens=self._tensor((starts + counts).astype(np.int32)),
+            cu_seqlens_q=self._tensor(np.concatenate([[0], ends]).astype(np.int32)),
+            logit_rows=self._tensor(np.array(wanted, dtype=np.int64)),
+        )
+
+    def _check(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        counts: np.ndarray,
+        starts: np.ndarray,
+        token_ids: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
+        """What a GPU would answer with an abort, or not at all."""
+        if counts.min() < 1 or starts.min() < 0:
+            raise ValueError(f"sequences: expected at least one token each and starts >= 0, got {counts}, {starts}")
+        last = int((starts + counts).max())
+        if last > self.config.max_positions:
+            raise ValueError(
+                f"sequences: expected at most {self.config.max_positions} tokens (the model's), got {last}"
+            )
+        if token_ids.min() < 0 or token_ids.max() >= self.config.vocab_size:
+            bad = token_ids[(token_ids < 0) | (token_ids >= self.config.vocab_size)][0]
+            raise ValueError(f"token_ids: expected values in [0, {self.config.vocab_size}), got {bad}")
+        if slots.max() >= self.num_blocks * self.block_size:
+            raise ValueError(
+                f"slot_mapping: expected slots below {self.num_blocks * self.block_size}, got {slots.max()}"
+            )
+        for sequence in sequences:
+            if len(sequence.slot_mapping) != sequence.num_tokens:
+                raise ValueError(
+                    f"slot_mapping: expected one for each of {sequence.num_tokens} tokens, "
+                    f"got {len(sequence.slot_mapping)} for sequence {sequence.sequence_id}"
+                )
+            needed = -(-(sequence.start + sequence.num_tokens) // self.block_size)
+            used = sequence.block_table[:needed]
+            if len(used) < needed or used.min() < 0 or used.max() >= self.num_blocks:
+                raise ValueError(
+                    f"block_table: expected {needed} blocks in [0, {self.num_blocks}), "
+                    f"got {used.tolist()} for sequence {sequence.sequence_id}"
+                )
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Keys and values of one block in all layers: what a pool of so many bytes is divided by."""
+    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
