@@ -139,9 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seed", type=int, default=Config.seed)
     add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets chat.json and chat.png (results)")
     given = parser.parse_args(arguments)
-    sizes = {"num_requests": 6} if given.smoke else {}
     config = Config(
-        model=given.model, rates_per_s=tuple(given.rates), caches=tuple(given.cache), seed=given.seed, **sizes
+        model=given.model,
+        rates_per_s=tuple(given.rates),
+        num_requests=6 if given.smoke else Config.num_requests,
+        caches=tuple(given.cache),
+        seed=given.seed,
     )
     rows = run(config)
     print_table(f"Serving {config.model}; times in ms", COLUMNS, rows)

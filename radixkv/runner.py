@@ -86,20 +86,26 @@ class Runner:
             sequence's last token, in the batch's order.
 
         Raises:
-            ValueError: a token, position, slot or block that does not exist, or arrays of lengths that do not agree;
-                KV may be half written then, as after any other failure in here.
+            ValueError: a token, position or block that does not exist. KV may be half written then, as after any
+                other failure in here.
 
         Cost: O(num_tokens * num_parameters) and the attention.
         """
-        self._copy(batch.copies)
+        self.copy(batch.copies)
         if not batch.sequences:
             return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=self.device)
         return self._decoder.forward(self._input(batch.sequences), self.k_cache, self.v_cache)
 
-    def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        """All layers in one call: layer l's block b is block l * num_blocks + b of the tensors seen as one layer."""
+    @torch.inference_mode()
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Runs copies of rows between blocks, in all layers.
+
+        Raises:
+            ValueError: a block does not exist.
+        """
         if not copies:
             return
+        # In one call: layer l's block b is block l * num_blocks + b of the tensors seen as one layer.
         pairs = np.array([(copy.source, copy.destination) for copy in copies], dtype=np.int64)
         if pairs.min() < 0 or pairs.max() >= self.num_blocks:  # or it would be another layer's
             raise ValueError(f"copies: expected blocks in [0, {self.num_blocks}), got {pairs.tolist()}")
@@ -115,64 +121,47 @@ class Runner:
         )
 
     def _input(self, sequences: Sequence[ScheduledSequence]) -> ForwardInput:
-        counts = np.array([sequence.num_tokens for sequence in sequences])
         starts = np.array([sequence.start for sequence in sequences])
+        seq_lens = np.array([sequence.end for sequence in sequences])
+        write_starts = np.array([sequence.write_start for sequence in sequences])
+        counts = seq_lens - starts
+        if counts.min() < 1 or starts.min() < 0:
+            raise ValueError(f"sequences: expected at least one token each and starts >= 0, got {counts}, {starts}")
         ends = np.cumsum(counts)
-        token_ids = np.concatenate([sequence.token_ids for sequence in sequences])
-        slots = np.concatenate([sequence.slot_mapping for sequence in sequences])
-        self._check(sequences, counts, starts, token_ids, slots)
+        token_ids = np.concatenate([sequence.token_ids[sequence.start : sequence.end] for sequence in sequences])
         positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - counts), counts)
-        num_blocks = -(-(starts + counts) // self.block_size)
+        num_blocks = -(-seq_lens // self.block_size)
         table = np.zeros((len(sequences), num_blocks.max()), dtype=np.int32)
-        for row, used, sequence in zip(table, num_blocks, sequences, strict=True):
+        for row, used, sequence in zip(table, num_blocks.tolist(), sequences, strict=True):
             row[:used] = sequence.block_table[:used]
+        self._check(seq_lens, token_ids, table)
+        rows = np.repeat(np.arange(len(sequences)), counts)
+        slots = table[rows, positions // self.block_size].astype(np.int64) * self.block_size
+        slots += positions % self.block_size
+        slots[positions < write_starts[rows]] = -1
         wanted = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.needs_logits]
         return ForwardInput(
             token_ids=self._tensor(token_ids.astype(np.int64)),
             positions=self._tensor(positions.astype(np.int64)),
-            slot_mapping=self._tensor(slots.astype(np.int64)),
+            slot_mapping=self._tensor(slots),
             block_table=self._tensor(table),
-            seq_lens=self._tensor((starts + counts).astype(np.int32)),
+            seq_lens=self._tensor(seq_lens.astype(np.int32)),
             cu_seqlens_q=self._tensor(np.concatenate([[0], ends]).astype(np.int32)),
             logit_rows=self._tensor(np.array(wanted, dtype=np.int64)),
         )
 
-    def _check(
-        self,
-        sequences: Sequence[ScheduledSequence],
-        counts: np.ndarray,
-        starts: np.ndarray,
-        token_ids: np.ndarray,
-        slots: np.ndarray,
-    ) -> None:
+    def _check(self, seq_lens: np.ndarray, token_ids: np.ndarray, table: np.ndarray) -> None:
         """What a GPU would answer with an abort, or not at all."""
-        if counts.min() < 1 or starts.min() < 0:
-            raise ValueError(f"sequences: expected at least one token each and starts >= 0, got {counts}, {starts}")
-        last = int((starts + counts).max())
-        if last > self.config.max_positions:
+        if seq_lens.max() > self.config.max_positions:
             raise ValueError(
-                f"sequences: expected at most {self.config.max_positions} tokens (the model's), got {last}"
+                f"sequences: expected at most {self.config.max_positions} tokens (the model's), got {seq_lens.max()}"
             )
         if token_ids.min() < 0 or token_ids.max() >= self.config.vocab_size:
             bad = token_ids[(token_ids < 0) | (token_ids >= self.config.vocab_size)][0]
             raise ValueError(f"token_ids: expected values in [0, {self.config.vocab_size}), got {bad}")
-        if slots.max() >= self.num_blocks * self.block_size:
-            raise ValueError(
-                f"slot_mapping: expected slots below {self.num_blocks * self.block_size}, got {slots.max()}"
-            )
-        for sequence in sequences:
-            if len(sequence.slot_mapping) != sequence.num_tokens:
-                raise ValueError(
-                    f"slot_mapping: expected one for each of {sequence.num_tokens} tokens, "
-                    f"got {len(sequence.slot_mapping)} for sequence {sequence.sequence_id}"
-                )
-            needed = -(-(sequence.start + sequence.num_tokens) // self.block_size)
-            used = sequence.block_table[:needed]
-            if len(used) < needed or used.min() < 0 or used.max() >= self.num_blocks:
-                raise ValueError(
-                    f"block_table: expected {needed} blocks in [0, {self.num_blocks}), "
-                    f"got {used.tolist()} for sequence {sequence.sequence_id}"
-                )
+        if table.min() < 0 or table.max() >= self.num_blocks:
+            bad = table[(table < 0) | (table >= self.num_blocks)][0]
+            raise ValueError(f"block_table: expected blocks in [0, {self.num_blocks}), got {bad}")
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
