@@ -1,0 +1,311 @@
+"""The engine with a real model: golden outputs, the same bits however it is scheduled, aborts, failures, streams."""
+
+import asyncio
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.cache.namespace import Salt
+from radixkv.engine import Engine
+from radixkv.kv_manager import KVManager
+from radixkv.model.config import ModelConfig
+from radixkv.model.presets import PRESETS, RandomTensors, byte_tokenizer
+from radixkv.model.weights import Model, assemble
+from radixkv.replay import CacheConfig
+from radixkv.request import SamplingParams
+from radixkv.runner import Runner
+from radixkv.scheduler import Scheduler, SchedulerConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shared_files import shared_file
+
+CPU = torch.device("cpu")
+
+
+def tiny_model():
+    from dataclasses import replace
+
+    preset: ModelConfig = PRESETS["tiny_gpt"]
+    config = replace(
+        preset,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        windows=(None,) * 2,
+        max_positions=512,
+    )
+    return Model(config, assemble(config, RandomTensors(config, 0), torch.float32, CPU))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def make_engine(model, cache="radix", block_size=16, num_blocks=64, deterministic=True, **limits):
+    made = cache if not isinstance(cache, str) else CacheConfig(cache, block_size).make()
+    runner = Runner(model, num_blocks=num_blocks, block_size=made.block_size, deterministic=deterministic)
+    scheduler = Scheduler(KVManager(made, num_blocks), SchedulerConfig(**limits))
+    return Recorded(runner, scheduler, tokenizer=byte_tokenizer(), eos_token_ids=model.config.eos_token_ids)
+
+
+class Recorded(Engine):
+    """Checks who holds what after each step, and keeps the logits from which each token was sampled."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.logits = {}
+        self.fails_on = None
+
+    def step(self):
+        stats = super().step()
+        self.scheduler.manager.check()
+        assert stats.sizes.num_blocks == self.runner.num_blocks
+        return stats
+
+    def _accept(self, batch, sequences, logits):
+        wanted = [s for s, item in zip(sequences, batch.sequences, strict=True) if item.needs_logits]
+        for sequence, row in zip(wanted, logits, strict=True):
+            self.logits[sequence.request.request_id, sequence.sample, sequence.num_tokens] = row.clone()
+        super()._accept(batch, sequences, logits)
+
+
+CACHES = [("null", 16), ("flat_hash", 16), ("radix", 16), ("radix", 1)]
+
+
+@pytest.mark.parametrize(("cache", "block_size"), CACHES)
+def test_golden_outputs_cold_and_warm_alone_and_in_one_batch(cache, block_size):
+    folder = shared_file("models/stories260k")
+    golden = json.loads((folder / "golden.json").read_text())
+    prompts = [case["prompt_token_ids"] for case in golden["cases"]]
+    wanted = [case["greedy_token_ids"] for case in golden["cases"]]
+    engine = Engine.from_pretrained(folder, cache=cache, block_size=block_size, num_blocks=4096 // block_size)
+
+    def params(ids):
+        return SamplingParams(max_tokens=len(ids), ignore_eos=True)
+
+    each = [params(ids) for ids in wanted]
+    together = engine.generate(prompts, each)
+    warm = engine.generate(prompts, each)
+    alone = [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, each, strict=True)]
+    for outputs in (together, warm, alone):
+        assert [output.outputs[0].token_ids for output in outputs] == wanted
+    if cache != "null":
+        assert any(output.num_cached_tokens for output in warm)
+
+
+def play(model, seed):
+    """Serves random requests in a random schedule, and each of them alone without a cache; compares every bit."""
+    rng = random.Random(seed)
+    cache, block_size = rng.choice([("radix", 16), ("radix", 1), ("radix", 3), ("flat_hash", 16), ("flat_hash", 4)])
+    num_blocks = rng.choice([100, 160, 400]) // block_size + 4
+    engine = make_engine(
+        model,
+        cache,
+        block_size,
+        num_blocks,
+        max_num_batched_tokens=rng.choice([7, 32, 200]),
+        max_num_seqs=rng.choice([2, 5, 256]),
+        order=rng.choice(["fcfs", "longest_prefix", "depth_first"]),
+        max_overtakes=rng.choice([0, 3, 256]),
+    )
+    asked, texts = {}, [[1]]
+    for i in range(rng.randint(4, 9)):
+        text = rng.choice(texts)
+        text = text[: rng.randint(0, len(text))] + [rng.randrange(256) for _ in range(rng.randint(1, 40))]
+        texts.append(text)
+        params = SamplingParams(
+            n=rng.choice([1, 1, 3]),
+            temperature=rng.choice([0.0, 1.0]),
+            top_k=rng.choice([0, 20]),
+            seed=rng.randrange(1000),
+            max_tokens=rng.randint(1, 10),
+            ignore_eos=True,
+        )
+        namespace = rng.choice([None, None, Salt("a")])
+        if len(text) + params.max_tokens - 1 > num_blocks * block_size:
+            continue
+        engine.add_request(text, params, request_id=str(i), namespace=namespace)
+        asked[str(i)] = (engine.generation(str(i)), text, params)
+        for _ in range(rng.randint(0, 4)):
+            engine.step()
+        if rng.random() < 0.1:
+            engine.abort(str(rng.randrange(i + 1)))
+    for _ in range(2000):
+        if not engine.has_unfinished_requests:
+            break
+        engine.step()
+    assert not engine.has_unfinished_requests
+    for request_id, (generation, text, params) in asked.items():
+        alone = make_engine(model, "null", 16, 64)
+        expected = alone.generate([text], params)[0]
+        for sample, (got, want) in enumerate(zip(generation.output().outputs, expected.outputs, strict=True)):
+            assert got.finish_reason in ("length", "abort")
+            assert got.token_ids == want.token_ids[: len(got.token_ids)]
+            assert got.finish_reason == "abort" or got.token_ids == want.token_ids
+            for step in range(len(got.token_ids)):
+                if sample and not step:
+                    continue  # the first token comes from the row of sample 0
+                position = len(text) + step
+                mine, theirs = engine.logits[request_id, sample, position], alone.logits["0", sample, position]
+                assert torch.equal(mine, theirs), (request_id, sample, position)
+    return engine.scheduler
+
+
+def play_many(model, seeds):
+    hits = preemptions = 0
+    for seed in seeds:
+        scheduler = play(model, seed)
+        hits, preemptions = hits + scheduler.num_hit_tokens, preemptions + scheduler.num_preemptions
+    return hits, preemptions
+
+
+def test_every_logit_has_the_same_bits_however_it_is_scheduled(model):
+    hits, preemptions = play_many(model, range(25))
+    assert hits > 100 and preemptions > 0
+
+
+@pytest.mark.slow
+def test_every_logit_has_the_same_bits_in_500_schedules(model):
+    hits, preemptions = play_many(model, range(1000, 1500))
+    assert hits > 10_000 and preemptions > 50
+
+
+def test_a_failing_forward_ends_its_own_request_alone(model):
+    engine = make_engine(model)
+    text = list(range(40))
+    forward = engine.runner.forward
+
+    def fails(batch):
+        if any(item.token_ids[40] == 99 for item in batch.sequences if item.end > 40):
+            raise MemoryError("planted")
+        return forward(batch)
+
+    engine.runner.forward = fails
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    outputs = engine.generate([[*text, 99], [*text, 7], [*text, 8]], params)
+    assert outputs[0].outputs[0].finish_reason == "error" and "planted" in outputs[0].outputs[0].error
+    fine = make_engine(model, "null").generate([[*text, 7], [*text, 8]], params)
+    assert [o.outputs[0].token_ids for o in outputs[1:]] == [o.outputs[0].token_ids for o in fine]
+    sizes = engine.scheduler.manager.sizes
+    assert sizes.private == sizes.pinned == 0
+
+
+def test_sampling_is_the_requests_own(model):
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    alone = make_engine(model).generate(["hello there"], params)[0]
+    crowd = make_engine(model).generate(["hello there", "hello you", "what"], params)[0]
+    assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in crowd.outputs]
+    assert len({tuple(o.token_ids) for o in alone.outputs}) == 3
+    later = SamplingParams(temperature=1.0, seed=6, max_tokens=6, ignore_eos=True)
+    assert make_engine(model).generate(["hello there"], later)[0].outputs[0].token_ids == alone.outputs[1].token_ids
+
+
+def test_stops(model):
+    engine = make_engine(model)
+    free = engine.generate(["abc"], SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True))[0].outputs[
+        0
+    ]
+    token = free.token_ids[3]
+    first = free.token_ids.index(token)
+    stopped = engine.generate(
+        ["abc"], SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True, stop_token_ids=(token,))
+    )[0].outputs[0]
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: first + 1]
+    text = free.text
+    stop = text[4:6]
+    cut = engine.generate(["abc"], SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True, stop=stop))[
+        0
+    ].outputs[0]
+    assert cut.finish_reason == "stop" and cut.text == text[: text.index(stop)]
+    told = engine.generate(["abc"], SamplingParams(max_tokens=3, logprobs=4))[0].outputs[0]
+    assert len(told.logprobs) == 3 and all(len(one.top) == 4 for one in told.logprobs)
+    assert all(one.chosen == max(one.top.values()) for one in told.logprobs)
+
+
+def test_streams_and_leaving_one(model):
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    whole = make_engine(model).generate(["abcdef"], params)[0].outputs[0]
+    seen = list(engine.stream("abcdef", params))
+    assert [len(output.outputs[0].token_ids) for output in seen] == [1, 2, 3, 4, 5]
+    assert seen[-1].outputs[0].token_ids == whole.token_ids
+    for output in engine.stream("abcdef", params):
+        if len(output.outputs[0].token_ids) == 2:
+            break
+    assert not engine.has_unfinished_requests
+    sizes = engine.scheduler.manager.sizes
+    assert sizes.private == sizes.pinned == 0
+
+
+def test_streams_of_coroutines(model):
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+
+    async def read(prompt):
+        return [output async for output in engine.stream_async(prompt, params)][-1]
+
+    async def leave(prompt):
+        async for _ in engine.stream_async(prompt, params):
+            break
+
+    async def everybody():
+        return await asyncio.gather(read("abc"), read("abd"), leave("abe"), read("xyz"))
+
+    outputs = asyncio.run(everybody())
+    while engine.has_unfinished_requests:
+        engine.step()
+    alone = make_engine(model, "null").generate(["abc", "abd", "xyz"], params)
+    served = [outputs[0], outputs[1], outputs[3]]
+    assert [o.outputs[0].token_ids for o in served] == [o.outputs[0].token_ids for o in alone]
+
+
+@dataclass
+class Bad:
+    prompt: object
+    options: dict
+    message: str
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Bad([], {}, "at least one token"),
+        Bad([1, 999_999], {}, "999999"),
+        Bad([1, -3], {}, "-3"),
+        Bad([1.5], {}, "1.5"),
+        Bad(list(range(256)) * 2, {}, "512"),
+        Bad(list(range(200)) * 2, {"max_tokens": 80}, "pool"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_disturbs_nothing(model, bad):
+    engine = make_engine(model, num_blocks=20)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    first = engine.add_request("abc", params)
+    generation = engine.generation(first)
+    engine.step()
+    with pytest.raises(ValueError, match=bad.message):
+        engine.add_request(bad.prompt, SamplingParams(**{"max_tokens": 8, **bad.options}))
+    with pytest.raises(ValueError, match="not in use"):
+        engine.add_request("abc", request_id=first)
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert generation.output().outputs[0].finish_reason == "length"
+
+
+def test_metrics_are_in_order(model):
+    engine = make_engine(model)
+    output = engine.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True))[0]
+    metrics = output.metrics
+    times = [metrics.arrival_s, metrics.first_scheduled_s, metrics.first_token_s, *metrics.token_times_s[1:]]
+    assert times == sorted(times) and len(metrics.token_times_s) == 5
+    assert metrics.finished_s >= metrics.token_times_s[-1] and np.isfinite(times).all()
