@@ -161,8 +161,8 @@ def errors_of(batch: Batch, sides: dict[str, Peer]) -> dict[str, float]:
     return errors
 
 
-def time_sides(config: Config, sides: dict[str, Peer], canary: Canary) -> dict[str, list[float]]:
-    """Seconds of each side's quiet samples, taken in turns; all samples where none was quiet within the patience."""
+def time_sides(config: Config, sides: dict[str, Peer], canary: Canary) -> dict[str, tuple[list[float], bool]]:
+    """Each side's samples in seconds, taken in turns, and whether they are the quiet ones: all where none was."""
     quiet: dict[str, list[float]] = {name: [] for name in sides}
     every: dict[str, list[float]] = {name: [] for name in sides}
     end = time.perf_counter() + config.patience_s
@@ -176,7 +176,7 @@ def time_sides(config: Config, sides: dict[str, Peer], canary: Canary) -> dict[s
             every[name].append(took)
             if before and canary.quiet():
                 quiet[name].append(took)
-    return {name: quiet[name] or every[name] for name in sides}
+    return {name: (quiet[name], True) if quiet[name] else (every[name], False) for name in sides}
 
 
 def copy_bandwidth() -> float:
@@ -205,8 +205,8 @@ def run(config: Config) -> list[Row]:
             errors = errors_of(batch, sides)
             times = time_sides(config, sides, canary)
             kv_bytes = 2 * batch.block_table.numel() * batch.k_cache[0].nbytes
-            fastest = min(min(t) for t in times.values())
-            for name, taken in times.items():
+            fastest = min(min(taken) for taken, _ in times.values())
+            for name, (taken, quiet) in times.items():
                 median = sorted(taken)[len(taken) // 2]
                 rows.append(
                     {
@@ -214,6 +214,7 @@ def run(config: Config) -> list[Row]:
                         "side": name,
                         "error": errors[name],
                         "samples": len(taken),
+                        "quiet": quiet,
                         "min_s": min(taken),
                         "median_s": median,
                         "of_fastest": min(taken) / fastest,
@@ -235,6 +236,7 @@ def report(rows: list[Row]) -> None:
         "min ms": "{min_ms:.1f}",
         "median ms": "{median_ms:.1f}",
         "n": "{samples}",
+        "quiet": "{quiet}",
         "error": "{error:.0e}",
         "KV GB/s": "{gb:.1f}",
     }
