@@ -28,12 +28,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 KINDS = {
     "llama": ("Llama", {}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama_heads": ("Llama", {"head_dim": 32, "num_key_value_heads": 4, "hidden_act": "gelu"}),
-    "llama_llama3": ("Llama", {"rope_parameters": LLAMA3, "hidden_act": "gelu_pytorch_tanh"}),
-    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}),
+    "llama_llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama_linear": ("Llama", {"rope_parameters": LINEAR, "hidden_act": "gelu_pytorch_tanh"}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
     "qwen2": ("Qwen2", {}),
