@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Config:
     samples: int = 15
     patience_s: float = 90.0
     canary_slack: float = 1.6
+    clock: str = "wall"
+    """"wall", all threads; or "cpu": CPU time of one thread, which a busy neighbour hardly changes."""
     seed: int = 0
 
 
@@ -161,22 +163,23 @@ def errors_of(batch: Batch, sides: dict[str, Peer]) -> dict[str, float]:
     return errors
 
 
-def time_sides(config: Config, sides: dict[str, Peer], canary: Canary) -> dict[str, list[float]]:
-    """Seconds of each side's quiet samples, taken in turns; all samples where none was quiet within the patience."""
+def time_sides(config: Config, sides: dict[str, Peer], canary: Canary) -> dict[str, tuple[list[float], bool]]:
+    """Each side's samples in seconds, taken in turns, and whether they are the quiet ones: all where none was."""
     quiet: dict[str, list[float]] = {name: [] for name in sides}
     every: dict[str, list[float]] = {name: [] for name in sides}
     end = time.perf_counter() + config.patience_s
+    clock = time.process_time if config.clock == "cpu" else time.perf_counter
     while min(map(len, quiet.values())) < config.samples and time.perf_counter() < end:
         for name, side in sides.items():
-            while not (before := canary.quiet()) and time.perf_counter() < end:
+            while not (before := config.clock == "cpu" or canary.quiet()) and time.perf_counter() < end:
                 time.sleep(0.05)
-            start = time.perf_counter()
+            start = clock()
             side()
-            took = time.perf_counter() - start
+            took = clock() - start
             every[name].append(took)
-            if before and canary.quiet():
+            if before and (config.clock == "cpu" or canary.quiet()):
                 quiet[name].append(took)
-    return {name: quiet[name] or every[name] for name in sides}
+    return {name: (quiet[name], True) if quiet[name] else (every[name], False) for name in sides}
 
 
 def copy_bandwidth() -> float:
@@ -194,7 +197,9 @@ def _seconds(call: Any) -> float:
 
 
 def run(config: Config) -> list[Row]:
-    """One row a case and side."""
+    """One row a case and side. With clock "cpu", sets PyTorch to one thread."""
+    if config.clock == "cpu":
+        torch.set_num_threads(1)
     canary = Canary(config.canary_slack)
     bandwidth = copy_bandwidth()
     rows: list[Row] = []
@@ -205,8 +210,8 @@ def run(config: Config) -> list[Row]:
             errors = errors_of(batch, sides)
             times = time_sides(config, sides, canary)
             kv_bytes = 2 * batch.block_table.numel() * batch.k_cache[0].nbytes
-            fastest = min(min(t) for t in times.values())
-            for name, taken in times.items():
+            fastest = min(min(taken) for taken, _ in times.values())
+            for name, (taken, quiet) in times.items():
                 median = sorted(taken)[len(taken) // 2]
                 rows.append(
                     {
@@ -214,6 +219,7 @@ def run(config: Config) -> list[Row]:
                         "side": name,
                         "error": errors[name],
                         "samples": len(taken),
+                        "quiet": quiet,
                         "min_s": min(taken),
                         "median_s": median,
                         "of_fastest": min(taken) / fastest,
@@ -235,6 +241,7 @@ def report(rows: list[Row]) -> None:
         "min ms": "{min_ms:.1f}",
         "median ms": "{median_ms:.1f}",
         "n": "{samples}",
+        "quiet": "{quiet}",
         "error": "{error:.0e}",
         "KV GB/s": "{gb:.1f}",
     }
@@ -272,21 +279,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("experiments/results"))
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--kind", choices=("decode", "prefill"))
+    parser.add_argument("--context", type=int, help="only cases of this many tokens")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time of one thread")
+    parser.add_argument("--patience", type=float, help="seconds a case may take")
     arguments = parser.parse_args()
     config = SMOKE if arguments.smoke else FULL
-    if arguments.kind:
-        chosen = tuple(c for c in config.cases if c.kind == arguments.kind)
-        config = Config(**{**vars_of(config), "cases": chosen})
+    chosen = tuple(
+        c for c in config.cases if arguments.kind in (None, c.kind) and arguments.context in (None, c.context)
+    )
+    patience = arguments.patience or config.patience_s
+    config = replace(config, cases=chosen, clock=arguments.clock, patience_s=patience)
     rows = run(config)
-    path = save(arguments.out, NAME, asdict(config), rows)
+    path = save(arguments.out, NAME + ("_cpu_clock" if config.clock == "cpu" else ""), asdict(config), rows)
     report(rows)
     if any(r["kind"] == "decode" for r in rows):
         plot(path)
-
-
-def vars_of(config: Config) -> dict[str, Any]:
-    """The fields as they are (asdict would turn the cases into dicts)."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -161,3 +162,13 @@ def test_merging_keeps_states_apart():
             if keep.any():
                 part = merge_states(outs[keep, i, h][:, None, None], lses[keep, i, h][:, None, None])
                 assert torch.equal(part[0].view(-1), out[i, h]) and torch.equal(part[1].view(()), lse[i, h])
+
+
+def test_two_calling_threads_share_no_scratch():
+    problems = [problem_of("plain", torch.float32, seed=s) for s in (7, 8)]
+    want = [p.run() for p in problems]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            got = list(pool.map(lambda p: p.run(), problems))
+            for (a, b), (c, d) in zip(got, want, strict=True):
+                assert torch.equal(a, c) and torch.equal(b, d)
