@@ -1,9 +1,9 @@
 """What does prefix caching do for an assistant: one system prompt, unique questions, Poisson arrivals?
 
-The measurement of the book chapter this project grew from, on a model of the same size (tiny_gpt, 5.8 M parameters, random
-weights): no cache, flat hash and radix under the same arrivals at several loads, then the same load of uniform random
-prompts that share nothing. Expected: three quarters of the prompt tokens and more come from the cache, median TTFT falls to
-about half or less at every load, throughput does not fall; on random prompts all three compute the same tokens.
+The measurement of the book chapter this project grew from, on a model of the same size (tiny_gpt, 5.8 M parameters,
+random weights): no cache, flat hash and radix under the same arrivals at several loads, then the same load of uniform
+random prompts that share nothing. Expected: three quarters of the prompt tokens and more come from the cache, median
+TTFT falls to about half or less at every load, throughput does not fall; on random prompts all three compute the same.
 
     python -m experiments.chat                       about two minutes
     python -m experiments.chat --smoke               a few seconds, too short to quote
@@ -139,9 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seed", type=int, default=Config.seed)
     add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets chat.json and chat.png (results)")
     given = parser.parse_args(arguments)
-    sizes = {"num_requests": 6} if given.smoke else {}
     config = Config(
-        model=given.model, rates_per_s=tuple(given.rates), caches=tuple(given.cache), seed=given.seed, **sizes
+        model=given.model,
+        rates_per_s=tuple(given.rates),
+        num_requests=6 if given.smoke else Config.num_requests,
+        caches=tuple(given.cache),
+        seed=given.seed,
     )
     rows = run(config)
     print_table(f"Serving {config.model}; times in ms", COLUMNS, rows)

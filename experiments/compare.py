@@ -1,8 +1,9 @@
 """What would a radix tree of token spans save over the flat hash of blocks, on this trace?
 
-Replays a trace through the real managers and caches, request by request, all of them side by side. Expected: on text
-that diverges inside blocks (chats, few-shot, trees of thought) radix hits more at every block size and capacity,
-with fewer blocks, and its index costs less; on text that shares nothing all are the same.
+Replays a trace through the real managers and caches, one request at a time, all caches side by side. Expected: without
+a bound radix hits at least as much, at every block size what an infinite cache that shares to the token would hit. It
+holds more blocks for it (each request's partly filled last one), so where nothing diverges inside blocks it can lose a
+little in a tight pool. Its index costs less than the flat hash with hashing counted.
 
     python -m experiments.compare                                         the embedded workload, under a minute
     python -m experiments.compare --trace my.jsonl --tokenizer qwen3      your own: chats, requests, Mooncake, CSV
@@ -12,13 +13,13 @@ with fewer blocks, and its index costs less; on text that shares nothing all are
 
 import argparse
 import gc
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import Row, console, fail, print_table, progress, pyplot, save
+from experiments.compare_report import plot, print_rows
+from experiments.harness import Row, console, fail, progress, save
 from radixkv.cache.base import check_block_size
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.hashing import ALGORITHMS
@@ -74,24 +75,23 @@ class Config:
         return list(dict.fromkeys(configs))
 
 
-def run(config: Config) -> list[Row]:
-    """Replays every trace of the config through every cache of it.
+def run(config: Config) -> Iterator[list[Row]]:
+    """Replays each trace of the config through every cache of it; yields a trace's rows when it has ended.
 
     Raises:
-        TraceError: a file can't be read.
-        ValueError: an option has no such value.
+        ValueError: a file can't be read, or an option has no such value.
     """
-    rows: list[Row] = []
     for trace in _traces(config):
-        rows += replay(trace, config)
+        rows = replay(trace, config)
         if trace.counts.num_bad:
             console.print(f"{trace.name}: {trace.counts.num_bad} records could not be read, such as")
             console.print(*(f"  {error}" for error in trace.counts.examples), sep="\n", markup=False)
         if trace.counts.num_without_output:
             console.print(f"{trace.name}: {trace.counts.num_without_output} conversations without an answer left out")
-        if not trace.sharing_known:
-            console.print(f"{trace.name}: gives lengths alone, so nothing is shared and hits mean nothing.")
-    return rows
+        if rows[0]["num_requests"]:
+            yield rows
+        else:
+            console.print(f"{trace.name}: no request in it")
 
 
 def _traces(config: Config) -> Iterable[Any]:
@@ -124,7 +124,11 @@ def replay(trace: Any, config: Config) -> list[Row]:
     finally:
         gc.enable()
     optimum = replays[best].num_cached_tokens
-    return [_row(trace.name, replays[cache], optimum, config) for cache in config.caches()]
+    if trace.tokenizer is not None:
+        tokens = trace.tokenizer.name
+    else:
+        tokens = "random" if not trace.formats else "block ids" if trace.sharing_known else "lengths"
+    return [_row(trace.name, replays[cache], optimum, config) | {"tokens": tokens} for cache in config.caches()]
 
 
 def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
@@ -156,92 +160,38 @@ def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
     }
 
 
-COLUMNS = {
-    "cache": "{label}",
-    "pool": "{pool}",
-    "hit rate": "{hit_rate:.2%}",
-    "of optimum": "{share_of_optimum:.2%}",
-    "computed": "{computed_k:,.0f}k",
-    "blocks": "{peak_blocks:,}",
-    "KV GiB": "{kv_gib:.1f}",
-    "evicted": "{num_evicted_blocks:,}",
-    "index us": "{index_us_per_request:,.0f}",
-    "hash us": "{hash_us_per_request:,.0f}",
-    "B/token": "{index_bytes_per_token:.1f}",
-}
-
-
-def label(row: Row) -> str:
-    """Names the cache of a row as the table and the plot do."""
-    name = f"{row['cache']} {row['block_size']}"
-    if row["cache"] == "radix" and row["block_size"] > 1 and not row["partial_blocks"]:
-        name += " whole"
-    return name if row["policy"] == "lru" else f"{name} {row['policy']}"
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """Prints a table for each trace; times are us a request, B/token the index's bytes a cached token."""
-    for trace in dict.fromkeys(row["trace"] for row in rows):
-        mine = [row for row in rows if row["trace"] == trace]
-        shown = [
-            row
-            | {
-                "label": label(row),
-                "pool": "unbounded" if row["num_blocks"] is None else f"{row['num_blocks']:,}",
-                "computed_k": row["num_computed_tokens"] / 1000,
-                "kv_gib": row["peak_kv_bytes"] / 2**30,
-            }
-            for row in mine
-        ]
-        first = mine[0]
-        size = f"{first['num_requests']:,} requests, {first['num_prompt_tokens']:,} prompt tokens"
-        print_table(f"{trace}: {size}; KV of {first['model_shape']}", COLUMNS, shown)
-
-
-def plot(path: Path) -> Path:
-    """Draws hit rate against capacity, a line a cache, from the JSON alone; an unbounded pool stands at its peak."""
-    rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    figure, axes = plt.subplots(1, len(traces), figsize=(1.5 + 5.5 * len(traces), 4.2), squeeze=False, sharey=True)
-    for axis, trace in zip(axes[0], traces, strict=True):
-        mine = [row for row in rows if row["trace"] == trace and row["cache"] != "null"]
-        for name in dict.fromkeys(map(label, mine)):
-            line = [row for row in mine if label(row) == name]
-            points = sorted(((r["num_blocks"] or r["peak_blocks"]) * r["block_size"], r["hit_rate"]) for r in line)
-            style = "o--" if line[0]["cache"] == "flat_hash" else "o-"
-            axis.plot(*zip(*points, strict=True), style, label=name, markersize=4)
-        axis.set(title=trace, xlabel="pool, tokens (the last point: as much as it takes)", xscale="log")
-        axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda tokens, _: f"{tokens / 1000:,.0f}k"))
-        axis.xaxis.set_minor_formatter(plt.NullFormatter())
-        axis.set_ylim(0, 1)
-        axis.legend()
-    axes[0][0].set_ylabel("hit rate, share of prompt tokens")
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
         "--trace", nargs="+", default=[], metavar="FILE", help="trace files, each a trace of its own; format recognised"
     )
     add("--join", action="store_true", help="the files are one trace, one after the other")
     add("--format", choices=FORMATS, help="where the format is not to be recognised from the content")
-    add("--workload", choices=sorted(WORKLOADS), help=f"a synthetic workload (default without --trace: {EMBEDDED})")
-    add("--tokenizer", default="bytes", metavar="bytes|NAME|PATH", help="a vocabulary's name, or a tokenizer.json")
+    source.add_argument(
+        "--workload", choices=sorted(WORKLOADS), help=f"a synthetic workload (default without --trace: {EMBEDDED})"
+    )
+    add(
+        "--tokenizer",
+        default="bytes",
+        metavar="bytes|NAME|PATH",
+        help="of text: UTF-8 bytes (default), qwen3, o200k, cl100k, llama3, or a tokenizer.json; chats become ChatML",
+    )
     add("--cache", nargs="+", choices=CACHES, default=CACHES, help="default: all")
     add("--block-size", nargs="+", type=_block_size, metavar="N", help="tokens in a block, 1 to 1024 (16)")
     add("--partial-blocks", nargs="+", choices=("on", "off"), default=["on"], help="radix shares to the token (on)")
     add("--num-blocks", nargs="+", type=_num_blocks, metavar="N|unbounded", help="blocks in the pool (unbounded)")
     add("--policy", nargs="+", choices=sorted(POLICIES), default=["lru"], help="eviction of radix (lru)")
     add("--hash-algorithm", choices=ALGORITHMS, default="sha256", help="of the flat hash (sha256)")
-    add("--cache-outputs", choices=("on", "off"), default="off", help="publish outputs too, as an engine does (off)")
+    add(
+        "--cache-outputs",
+        choices=("on", "off"),
+        default="off",
+        help="cache outputs too, as an engine does; off (default): what prompts share with prompts",
+    )
     add("--seed", type=int, default=0, help="of synthetic workloads")
     add("--limit", type=int, help="read at most so many requests of each trace")
     add("--skip-bad", action="store_true", help="count lines that can't be read, and go on")
@@ -259,13 +209,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
     config = Config(**options)
+    rows: list[Row] = []
     try:
-        rows = run(config)
-    except (ValueError, ImportError) as error:
+        for of_trace in run(config):
+            rows += of_trace
+            print_rows(of_trace)
+    except (ValueError, ImportError, OSError) as error:
         fail(str(error))
-    if not any(row["num_requests"] for row in rows):
+    except KeyboardInterrupt:
+        console.print("interrupted: the traces that had ended are kept")
+    if not rows:
         fail("there was no request to replay")
-    print_rows(rows)
     path = save(out, "compare", asdict(config), rows)
     console.print(f"{path}\n{plot(path)}", highlight=False)
 

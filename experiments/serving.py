@@ -1,7 +1,7 @@
-"""Open-loop serving: requests arrive by the clock, whether the engine keeps up or not. Shared by the serving experiments.
+"""Open-loop serving: requests arrive by the clock, whether the engine keeps up or not. For the serving experiments.
 
-Metrics and percentiles as in `vllm bench serve`: TTFT from arrival to first token; TPOT (last - first token) / (tokens -
-1); ITL between neighbouring tokens; throughput over the time from first arrival to last token.
+Metrics and percentiles as in `vllm bench serve`: TTFT from arrival to first token; TPOT (last - first token) /
+(tokens - 1); ITL between neighbouring tokens; throughput over the time from first arrival to last token.
 """
 
 import time

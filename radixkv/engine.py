@@ -4,8 +4,8 @@
     for output in engine.generate(["Once upon a time", "Once upon a hill"], SamplingParams(max_tokens=20)):
         print(output.outputs[0].text, output.num_cached_tokens)
 
-One thread steps the engine. `add_request` and `abort` may be called from any other: what they say is taken in at the next
-step.
+One thread steps the engine. `add_request` and `abort` may be called from any other: what they say is taken in at the
+next step.
 """
 
 from __future__ import annotations
@@ -202,6 +202,10 @@ class Engine:
         """Ends a request before the next step; one that is not known, or ended, is passed over. From any thread."""
         self._aborting.append(request_id)
 
+    def generation(self, request_id: str) -> Generation:
+        """Returns what is known of an unfinished request; the object lives on when it ends."""
+        return self._generations[request_id]
+
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._arriving) or self.scheduler.has_unfinished
@@ -306,36 +310,36 @@ class Engine:
         """The batch has run: samples for those whose tokens are all computed."""
         self.scheduler.commit()
         now = self._clock()
-        rows: list[tuple[Running, int, int]] = []  # sequence, sample, row of logits
-        for sequence, item in zip(sequences, batch.sequences, strict=True):
-            generation = self._generations[sequence.request.request_id]
+        rows: list[tuple[Running, int]] = []  # a sequence, and its row of logits
+        for running, item in zip(sequences, batch.sequences, strict=True):
+            generation = self._generations[running.request.request_id]
             if generation.metrics.first_scheduled_s is None:
                 generation.metrics.first_scheduled_s = now
-                generation.num_cached_tokens = sequence.num_cached_tokens or 0
+                generation.num_cached_tokens = running.num_cached_tokens or 0
             if item.needs_logits:
-                rows.append((sequence, sequence.sample, len(rows)))
-        for sequence, _, row in list(rows):
-            params = sequence.request.sampling_params
-            if params.n > 1 and sequence.sample == 0 and sequence.num_tokens == sequence.num_prompt_tokens:
-                for sample in range(1, params.n):
-                    other, copies = self.scheduler.fork(sequence, sample)
+                rows.append((running, len(rows)))
+        for running, row in list(rows):
+            num_samples = running.request.sampling_params.n
+            if num_samples > 1 and running.sample == 0 and running.num_tokens == running.num_prompt_tokens:
+                for index in range(1, num_samples):
+                    other, copies = self.scheduler.fork(running, index)
                     self.runner.copy(copies)
-                    rows.append((other, sample, row))
-        samples = [self._generations[s.request.request_id].samples[sample] for s, sample, _ in rows]
-        picked = logits[[row for _, _, row in rows]] if len(rows) > len(logits) else logits
-        params_of = [sequence.request.sampling_params for sequence, _, _ in rows]
-        tokens = sample_tokens(picked, params_of, [sample.generator for sample in samples])
+                    rows.append((other, row))
+        samples = [self._generations[running.request.request_id].samples[running.sample] for running, _ in rows]
+        picked = logits[[row for _, row in rows]] if len(rows) > len(logits) else logits
+        params = [running.request.sampling_params for running, _ in rows]
+        tokens = sample_tokens(picked, params, [sample.generator for sample in samples])
         now = self._clock()
-        for (sequence, _, _), sample, token in zip(rows, samples, tokens, strict=True):
-            self.scheduler.append_token(sequence, token.token_id)
-            metrics = self._generations[sequence.request.request_id].metrics
+        for (running, _), sample, token in zip(rows, samples, tokens, strict=True):
+            self.scheduler.append_token(running, token.token_id)
+            metrics = self._generations[running.request.request_id].metrics
             if metrics.first_token_s is None:
                 metrics.first_token_s = now
-            if sequence.sample == 0:
+            if running.sample == 0:
                 metrics.token_times_s.append(now)
-            metrics.num_preemptions = max(metrics.num_preemptions, sequence.num_preemptions)
+            metrics.num_preemptions = max(metrics.num_preemptions, running.num_preemptions)
             if sample.append(token.token_id, token.logprobs):
-                self._end(sequence, sample.finish_reason or "stop")
+                self._end(running, sample.finish_reason or "stop")
 
     def _end(self, sequence: Running, reason: str, error: str | None = None) -> None:
         generation = self._generations[sequence.request.request_id]

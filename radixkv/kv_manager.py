@@ -77,6 +77,8 @@ class KVManager:
     """
 
     def __init__(self, cache: PrefixCache, num_blocks: int | None = None) -> None:
+        if num_blocks == 0:
+            raise ValueError("num_blocks: expected an int >= 1 or None, got 0")
         self.cache = cache
         self.allocator = BlockAllocator(num_blocks)
         self.num_evicted_blocks = 0
@@ -110,7 +112,13 @@ class KVManager:
         return sequence
 
     def cancel(self, sequence: SequenceBlocks) -> None:
-        """Undoes `begin` and `grow` as if they had not been: pins, recency and counts. Not after `publish`."""
+        """Undoes `begin` and `grow` as if they had not been: pins, recency and counts.
+
+        Raises:
+            ValueError: the sequence has published, or advanced; `end` it.
+        """
+        if self._num_leased(sequence) != len(sequence.lease.block_ids):
+            raise ValueError(f"sequence: expected one as `begin` made it, got one with {sequence.lease}")
         self._forget(sequence)
         self._free_own(sequence, self._num_leased(sequence))
         self.cache.cancel(sequence.lease)
@@ -205,11 +213,13 @@ class KVManager:
 
     # ---- a step
 
-    def advance(self, sequence: SequenceBlocks, token_ids: TokenIds) -> int:
+    def advance(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
         """Matches on from the lease's end, before a further chunk: somebody may have published it in the meantime.
 
         Args:
-            token_ids: the tokens after the lease's end that may be matched (not the last one that must be computed).
+            token_ids: the sequence's tokens from position `start` on, as far as they may be matched (not the last one
+                that must be computed).
+            start: at most lease.num_tokens; pass that to spare packing what is matched already.
 
         Returns:
             Tokens that the lease gained.
@@ -219,7 +229,7 @@ class KVManager:
         """
         self._check_committed(sequence)
         first = self._num_leased(sequence)
-        gained = self.cache.advance(sequence.lease, token_ids)
+        gained = self.cache.advance(sequence.lease, _after(sequence, token_ids, start))
         if not len(gained):
             return 0
         if sequence.lease.partial and not sequence.copy:  # it continued the old end
@@ -229,24 +239,33 @@ class KVManager:
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, sequence.lease.num_tokens)
         return len(gained) * self.cache.block_size
 
-    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds) -> int:
-        """Publishes the full blocks after the lease's end, which this step computes.
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
+        """Publishes the full blocks after the lease's end, all of whose tokens are computed once this step has run.
 
         Blocks that the cache has already take the place of the sequence's own, which nothing may write to any more
         and which are freed when the step is committed.
 
         Args:
-            token_ids: the tokens after the lease's end; they must have blocks.
+            token_ids: the sequence's tokens from position `start` on, up to the last that this step computes; they must
+                have blocks. Rows that a partial match copies are the sequence's own, and published with the rest.
+            start: at most lease.num_tokens; pass that to spare packing what is published already.
 
         Returns:
             Tokens, from the old end of the lease on, that were cached already: their slots are not to be written.
 
         Raises:
-            ValueError: the sequence has too few blocks for these tokens.
+            ValueError: the sequence has too few blocks for these tokens, or `start` is after the lease's end.
         """
         first = self._num_leased(sequence)
         own = sequence.block_table[first:]
-        duplicates = self.cache.insert(sequence.lease, token_ids, own)
+        rest = _after(sequence, token_ids, start)
+        num_blocks = len(rest) // (self.cache.block_size * TOKEN_BYTES)
+        if num_blocks > len(own):
+            num_tokens = (first + num_blocks) * self.cache.block_size
+            raise ValueError(
+                f"sequence: expected blocks for {num_tokens} tokens, got {len(sequence.block_table)} blocks"
+            )
+        duplicates = self.cache.insert(sequence.lease, rest, own)
         num_duplicates = len(duplicates)
         published = own[num_duplicates : self._num_leased(sequence) - first]
         if num_duplicates:
@@ -315,22 +334,30 @@ class KVManager:
         if sequence.lease.partial and end <= matched:
             self._drop_partial(sequence, end)
 
-    def end(self, sequence: SequenceBlocks, tail_token_ids: TokenIds = b"") -> None:
+    def end(self, sequence: SequenceBlocks, token_ids: TokenIds = b"", *, start: int = 0) -> None:
         """Ends a sequence: its pins are let go, its own blocks are freed.
 
         Args:
-            tail_token_ids: the computed tokens after the lease's end, fewer than a block: published as a partly filled
-                block where the cache keeps such.
+            token_ids: the sequence's tokens from position `start` on whose KV was computed. What follows the lease's
+                end, fewer than a block, is published as a partly filled block where the cache keeps such.
+            start: at most lease.num_tokens.
 
         Raises:
-            ValueError: the sequence has published in a step that is neither committed nor withdrawn.
+            ValueError: the sequence has published in a step that is neither committed nor withdrawn; a whole block is
+                not published yet; `start` is after the lease's end.
         """
         self._check_committed(sequence)
         leased = self._num_leased(sequence)
         tail = None
-        packed = pack(tail_token_ids)
-        if packed and self.cache.partial_blocks and leased < len(sequence.block_table):
-            tail = Tail(packed, int(sequence.block_table[leased]))
+        packed = pack(token_ids)
+        rest = _after(sequence, packed, start) if packed else b""
+        if len(rest) >= self.cache.block_size * TOKEN_BYTES and self.cache.partial_blocks:
+            raise ValueError(
+                f"token_ids: expected fewer than {self.cache.block_size} after the {sequence.lease.num_tokens} "
+                f"published, got {len(rest) // TOKEN_BYTES}"
+            )
+        if rest and self.cache.partial_blocks and leased < len(sequence.block_table):
+            tail = Tail(rest, int(sequence.block_table[leased]))
         self.cache.release(sequence.lease, tail)
         self._forget(sequence)
         self._free_own(sequence, leased + (tail is not None))
@@ -394,3 +421,11 @@ class KVManager:
         """Frees at once what a fuller block has replaced."""
         if self.cache.num_superseded_blocks:
             self.allocator.free(self.cache.evict(self.cache.num_superseded_blocks))
+
+
+def _after(sequence: SequenceBlocks, token_ids: TokenIds, start: int) -> bytes:
+    """Returns the tokens after the lease's end, packed."""
+    end = sequence.lease.num_tokens
+    if not 0 <= start <= end:
+        raise ValueError(f"start: expected at most {end}, where the sequence's lease ends, got {start}")
+    return pack(token_ids)[(end - start) * TOKEN_BYTES :]

@@ -119,10 +119,9 @@ class Replay:
         else:
             num_cached = sequence.num_cached_tokens
             self.peak_blocks = max(self.peak_blocks, manager.allocator.num_used)
-            lease = sequence.lease
-            manager.publish(sequence, tokens[lease.num_tokens * TOKEN_BYTES :])
+            manager.publish(sequence, tokens)
             manager.commit()
-            manager.end(sequence, tokens[lease.num_tokens * TOKEN_BYTES :] if self.cache.partial_blocks else b"")
+            manager.end(sequence, tokens)
         self.index_ns += self._clock_ns() - started
         self.num_requests += 1
         self.num_prompt_tokens += len(prompt) // TOKEN_BYTES

@@ -91,18 +91,24 @@ class Runner:
 
         Cost: O(num_tokens * num_parameters) and the attention.
         """
-        self._copy(batch.copies)
+        self.copy(batch.copies)
         if not batch.sequences:
             return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=self.device)
         return self._decoder.forward(self._input(batch.sequences), self.k_cache, self.v_cache)
 
-    def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        """All layers in one call: layer l's block b is block l * num_blocks + b of the tensors seen as one layer."""
+    @torch.inference_mode()
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Runs copies of rows between blocks, in all layers. `forward` begins with this.
+
+        Raises:
+            ValueError: a block does not exist, or is written and read or written twice.
+        """
         if not copies:
             return
         pairs = np.array([(copy.source, copy.destination) for copy in copies], dtype=np.int64)
         if pairs.min() < 0 or pairs.max() >= self.num_blocks:  # or it would be another layer's
             raise ValueError(f"copies: expected blocks in [0, {self.num_blocks}), got {pairs.tolist()}")
+        # In one call: layer l's block b is block l * num_blocks + b of the tensors seen as one layer.
         layers = np.arange(self.config.num_layers, dtype=np.int64)
         in_all_layers = (pairs + layers[:, None, None] * self.num_blocks).reshape(-1, 2)
         num_tokens = np.array([copy.num_tokens for copy in copies], dtype=np.int64)
@@ -128,9 +134,8 @@ class Runner:
         for row, used, sequence in zip(table, num_blocks, sequences, strict=True):
             row[:used] = sequence.block_table[:used]
         if table.min() < 0 or table.max() >= self.num_blocks:
-            raise ValueError(
-                f"block_table: expected blocks in [0, {self.num_blocks}), got {table.min()}, {table.max()}"
-            )
+            bad = table[(table < 0) | (table >= self.num_blocks)][0]
+            raise ValueError(f"block_table: expected blocks in [0, {self.num_blocks}), got {bad}")
         positions = np.arange(len(token_ids)) + np.repeat(starts - (row_ends - counts), counts)
         blocks = table[np.repeat(np.arange(len(sequences)), counts), positions // self.block_size]
         slots = blocks.astype(np.int64) * self.block_size + positions % self.block_size

@@ -24,7 +24,7 @@ from radixkv.cache.base import check_count
 from radixkv.kv_manager import BlockCopy, KVManager, SequenceBlocks
 from radixkv.ordering import make_order
 from radixkv.request import Request
-from radixkv.tokens import TOKEN_BYTES, num_common_tokens, pack
+from radixkv.tokens import num_common_tokens, pack
 
 # A decoding sequence publishes in strides of at least so many tokens: publishing every token at block size 1 would
 # cost more than the rest of the step, and few requests share what another is just generating.
@@ -313,7 +313,8 @@ class Scheduler:
         blocks = sequence.blocks
         assert blocks is not None
         first = blocks.lease.num_tokens
-        self.manager.advance(blocks, sequence.packed(first, min(sequence.num_tokens - 1, first + ADVANCE_TOKENS)))
+        last = min(sequence.num_tokens - 1, first + ADVANCE_TOKENS)
+        self.manager.advance(blocks, sequence.packed(first, last), start=first)
         return self._schedule_chunk(sequence, budget, batch)
 
     def _schedule_chunk(self, sequence: Sequence, budget: int, batch: list[ScheduledSequence]) -> int:
@@ -352,7 +353,7 @@ class Scheduler:
         blocks = sequence.blocks
         assert blocks is not None
         first = blocks.lease.num_tokens
-        return max(start, first + self.manager.publish(blocks, sequence.packed(first, end)))
+        return max(start, first + self.manager.publish(blocks, sequence.packed(first, end), start=first))
 
     def _is_coming(self, sequence: Sequence, start: int) -> bool:
         """Whether another sequence of this step computes, in a later chunk, the next block that this one needs."""
@@ -406,10 +407,11 @@ class Scheduler:
     def _let_go(self, sequence: Sequence) -> None:
         blocks = sequence.blocks
         assert blocks is not None
-        rest = sequence.packed(blocks.lease.num_tokens, max(sequence.num_computed, blocks.lease.num_tokens))
+        first = blocks.lease.num_tokens
+        num_left = max(sequence.num_computed - first, 0)
         # A tail that awaits its copy holds nothing yet; in the middle of a step nothing longer than a tail can go in.
-        is_tail = not blocks.copy and len(rest) < self.block_size * TOKEN_BYTES
-        self.manager.end(blocks, rest if is_tail else b"")
+        is_tail = not blocks.copy and num_left < self.block_size
+        self.manager.end(blocks, sequence.packed(first, first + num_left) if is_tail else b"", start=first)
         sequence.blocks = None
         sequence.num_computed = sequence.target = 0
 

@@ -76,7 +76,7 @@ class ShadowEngine:
         """Gives a request its next chunk and publishes it; False if there is no room."""
         sequence = request.sequence
         if request.num_computed < len(request.tokens) and self.random.random() < 0.5:
-            self.manager.advance(sequence, list(request.tokens[sequence.lease.num_tokens : -1]))
+            self.manager.advance(sequence, list(request.tokens[:-1]))
             request.num_computed = max(request.num_computed, sequence.lease.num_tokens)
         if request.num_computed == len(request.tokens):
             request.tokens += (self.random.randrange(3),)  # a decode step
@@ -91,7 +91,8 @@ class ShadowEngine:
                 request.num_computed = self.before[id(request)] = sequence.num_cached_tokens
         request.target = max(target, request.num_computed)
         first = sequence.lease.num_tokens
-        duplicates = self.manager.publish(sequence, list(request.tokens[first : request.target]))
+        skipped = self.random.randint(0, first)  # any start up to the lease's end will do
+        duplicates = self.manager.publish(sequence, list(request.tokens[skipped : request.target]), start=skipped)
         request.num_duplicates = (first, first + duplicates)
         return True
 
@@ -141,8 +142,7 @@ class ShadowEngine:
         if request.sequence.copy:  # its copy was never run
             self.manager.end(request.sequence)
             return
-        rest = request.tokens[request.sequence.lease.num_tokens : request.num_computed]
-        self.manager.end(request.sequence, list(rest) if len(rest) < self.block_size else b"")
+        self.manager.end(request.sequence, list(request.tokens[: request.num_computed]))
 
     def check(self):
         self.manager.check()
@@ -181,9 +181,9 @@ def test_every_row_read_is_the_readers_own_history(name, block_size):
 def serve(manager, tokens):
     sequence = manager.begin(tokens)
     manager.grow(sequence, len(tokens))
-    manager.publish(sequence, tokens[sequence.lease.num_tokens :])
+    manager.publish(sequence, tokens)
     manager.commit()
-    manager.end(sequence, tokens[sequence.lease.num_tokens :])
+    manager.end(sequence, tokens)
     return sequence.num_cached_tokens
 
 
@@ -298,15 +298,22 @@ def test_mistakes_of_a_caller_are_named():
         manager.begin([])
     with pytest.raises(ValueError, match="num_blocks"):
         KVManager(RadixCache(4), -1)
+    with pytest.raises(ValueError, match="num_blocks"):
+        KVManager(RadixCache(4), 0)
     sequence = manager.begin(list(range(8)))
-    with pytest.raises(ValueError, match="block_ids"):
-        manager.publish(sequence, list(range(8)))  # it has no blocks for them
+    with pytest.raises(ValueError, match="expected blocks for 8 tokens, got 0"):
+        manager.publish(sequence, list(range(8)))
     manager.grow(sequence, 8)
     manager.publish(sequence, list(range(8)))
-    for call in (lambda: manager.end(sequence), lambda: manager.advance(sequence, [1])):
+    for call in (manager.end, lambda s: manager.advance(s, [1]), manager.cancel, lambda s: manager.fork(s, [1])):
         with pytest.raises(ValueError, match="sequence"):
-            call()
+            call(sequence)
     manager.commit()
+    with pytest.raises(ValueError, match="start: expected at most 8"):
+        manager.publish(sequence, [8, 9, 10, 11], start=9)
+    manager.grow(sequence, 12)
+    with pytest.raises(ValueError, match="expected fewer than 4 after the 8 published, got 4"):
+        manager.end(sequence, list(range(12)))
     manager.end(sequence)
     manager.check()
 
