@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment of its own; only Python (3.11 or later) and make are needed.
 #   make compare                          the comparison on the embedded workload, under a minute
 #   make compare ARGS="--trace my.jsonl"  on a trace of your own; ARGS="--help" tells the rest
+#   make model                            fetches SmolLM2-135M-Instruct (98 MB) into models/
 #   make test                             the tests;  make test-slow  the long ones;  make lint  style and types
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +9,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/ready
 ARGS ?=
 
-.PHONY: compare index-cost test test-slow lint format clean
+.PHONY: compare model index-cost test test-slow lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +18,9 @@ $(READY): pyproject.toml constraints.txt
 
 compare: $(READY)
 	$(BIN)/python -m experiments.compare $(ARGS)
+
+model: $(READY)
+	$(BIN)/python -m radixkv.model.fetch
 
 index-cost: $(READY)
 	$(BIN)/python -m experiments.index_cost $(ARGS)

@@ -86,8 +86,8 @@ class Runner:
             sequence's last token, in the batch's order.
 
         Raises:
-            ValueError: a token, position or block that does not exist. KV may be half written then, as after any
-                other failure in here.
+            ValueError: a token, position or block that does not exist, or too few of them. Copies have run by then, and
+                after any other failure in here KV may be half written.
 
         Cost: O(num_tokens * num_parameters) and the attention.
         """
@@ -98,17 +98,17 @@ class Runner:
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Runs copies of rows between blocks, in all layers.
+        """Runs copies of rows between blocks, in all layers. `forward` begins with this.
 
         Raises:
-            ValueError: a block does not exist.
+            ValueError: a block does not exist, or is written and read or written twice.
         """
         if not copies:
             return
-        # In one call: layer l's block b is block l * num_blocks + b of the tensors seen as one layer.
         pairs = np.array([(copy.source, copy.destination) for copy in copies], dtype=np.int64)
         if pairs.min() < 0 or pairs.max() >= self.num_blocks:  # or it would be another layer's
             raise ValueError(f"copies: expected blocks in [0, {self.num_blocks}), got {pairs.tolist()}")
+        # In one call: layer l's block b is block l * num_blocks + b of the tensors seen as one layer.
         layers = np.arange(self.config.num_layers, dtype=np.int64)
         in_all_layers = (pairs + layers[:, None, None] * self.num_blocks).reshape(-1, 2)
         num_tokens = np.array([copy.num_tokens for copy in copies], dtype=np.int64)
@@ -121,47 +121,56 @@ class Runner:
         )
 
     def _input(self, sequences: Sequence[ScheduledSequence]) -> ForwardInput:
-        starts = np.array([sequence.start for sequence in sequences])
-        seq_lens = np.array([sequence.end for sequence in sequences])
-        write_starts = np.array([sequence.write_start for sequence in sequences])
-        counts = seq_lens - starts
-        if counts.min() < 1 or starts.min() < 0:
-            raise ValueError(f"sequences: expected at least one token each and starts >= 0, got {counts}, {starts}")
-        ends = np.cumsum(counts)
-        token_ids = np.concatenate([sequence.token_ids[sequence.start : sequence.end] for sequence in sequences])
-        positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - counts), counts)
-        num_blocks = -(-seq_lens // self.block_size)
-        table = np.zeros((len(sequences), num_blocks.max()), dtype=np.int32)
-        for row, used, sequence in zip(table, num_blocks.tolist(), sequences, strict=True):
-            row[:used] = sequence.block_table[:used]
-        self._check(seq_lens, token_ids, table)
-        rows = np.repeat(np.arange(len(sequences)), counts)
-        slots = table[rows, positions // self.block_size].astype(np.int64) * self.block_size
-        slots += positions % self.block_size
-        slots[positions < write_starts[rows]] = -1
-        wanted = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.needs_logits]
-        return ForwardInput(
-            token_ids=self._tensor(token_ids.astype(np.int64)),
-            positions=self._tensor(positions.astype(np.int64)),
-            slot_mapping=self._tensor(slots),
-            block_table=self._tensor(table),
-            seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            cu_seqlens_q=self._tensor(np.concatenate([[0], ends]).astype(np.int32)),
-            logit_rows=self._tensor(np.array(wanted, dtype=np.int64)),
-        )
-
-    def _check(self, seq_lens: np.ndarray, token_ids: np.ndarray, table: np.ndarray) -> None:
-        """What a GPU would answer with an abort, or not at all."""
-        if seq_lens.max() > self.config.max_positions:
-            raise ValueError(
-                f"sequences: expected at most {self.config.max_positions} tokens (the model's), got {seq_lens.max()}"
-            )
+        starts, ends, write_starts = np.array([(s.start, s.end, s.write_start) for s in sequences], np.int64).T
+        self._check(sequences, starts, ends, write_starts)
+        counts = ends - starts
+        row_ends = np.cumsum(counts)
+        token_ids = np.concatenate([s.token_ids[s.start : s.end] for s in sequences]).astype(np.int64)
         if token_ids.min() < 0 or token_ids.max() >= self.config.vocab_size:
             bad = token_ids[(token_ids < 0) | (token_ids >= self.config.vocab_size)][0]
             raise ValueError(f"token_ids: expected values in [0, {self.config.vocab_size}), got {bad}")
+        num_blocks = -(-ends // self.block_size)
+        table = np.zeros((len(sequences), num_blocks.max()), dtype=np.int32)
+        for row, used, sequence in zip(table, num_blocks, sequences, strict=True):
+            row[:used] = sequence.block_table[:used]
         if table.min() < 0 or table.max() >= self.num_blocks:
             bad = table[(table < 0) | (table >= self.num_blocks)][0]
             raise ValueError(f"block_table: expected blocks in [0, {self.num_blocks}), got {bad}")
+        positions = np.arange(len(token_ids)) + np.repeat(starts - (row_ends - counts), counts)
+        blocks = table[np.repeat(np.arange(len(sequences)), counts), positions // self.block_size]
+        slots = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        slots[positions < np.repeat(write_starts, counts)] = -1
+        wanted = row_ends[np.array([s.needs_logits for s in sequences], dtype=bool)] - 1
+        return ForwardInput(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(slots),
+            block_table=self._tensor(table),
+            seq_lens=self._tensor(ends.astype(np.int32)),
+            cu_seqlens_q=self._tensor(np.concatenate([[0], row_ends]).astype(np.int32)),
+            logit_rows=self._tensor(wanted),
+        )
+
+    def _check(
+        self, sequences: Sequence[ScheduledSequence], starts: np.ndarray, ends: np.ndarray, write_starts: np.ndarray
+    ) -> None:
+        """What a GPU would answer with an abort, or not at all."""
+        wrong = (starts < 0) | (starts >= ends) | (write_starts < starts) | (write_starts > ends)
+        if wrong.any():
+            bad = sequences[int(wrong.argmax())]
+            raise ValueError(
+                "sequences: expected 0 <= start < end and start <= write_start <= end, "
+                f"got start {bad.start}, end {bad.end}, write_start {bad.write_start}"
+            )
+        if ends.max() > self.config.max_positions:
+            raise ValueError(f"end: expected at most {self.config.max_positions}, the model's, got {ends.max()}")
+        for sequence in sequences:
+            needed = -(-sequence.end // self.block_size)
+            if len(sequence.token_ids) < sequence.end or len(sequence.block_table) < needed:
+                raise ValueError(
+                    f"sequence {sequence.sequence_id}: expected {sequence.end} tokens and {needed} blocks, "
+                    f"got {len(sequence.token_ids)} and {len(sequence.block_table)}"
+                )
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -1,8 +1,8 @@
 """The arithmetic of a layer, in two manners: invariant (a row's bits depend on that row alone) and plain.
 
 Used by `transformer`. On a CPU the bits of a row of `linear` differ between few rows and many, and those of torch's
-silu and tanh-GELU between the end of a buffer and its middle. Invariant arithmetic pads rows to a multiple of
-ROW_MULTIPLE and writes both activations by `exp`, which does not differ. RMSNorm and erf-GELU are invariant already.
+silu and GELU between the end of a buffer and its middle. Invariant arithmetic pads rows to a multiple of ROW_MULTIPLE
+and writes activations by `exp` and `erf`, which do not differ. RMSNorm is invariant as it is.
 On a GPU, libraries choose a matrix product's kernel by its number of rows, so rows are computed in tiles of one size.
 
 What is invariant was found by trial, not promised by torch: tests/model/test_invariance.py tries it on this machine.
@@ -77,7 +77,7 @@ class InvariantArithmetic:
         elif activation == "gelu_tanh":
             active = _by_exp(gate, _GELU_SLOPE * (gate + 0.044715 * gate * gate * gate))
         else:
-            active = F.gelu(gate)
+            active = 0.5 * gate * (1 + torch.erf(gate * math.sqrt(0.5)))
         return (active * up).to(gate_up.dtype)
 
 

@@ -1,0 +1,122 @@
+"""Tokens from logits: filters against their definitions, frequencies, and independence of the batch."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.model.sampling import distribution, make_generator, sample_token, sample_tokens
+from radixkv.request import SamplingParams
+
+LOGITS = st.lists(st.integers(-8, 8), min_size=1, max_size=30).map(lambda values: np.array(values, np.float32) / 2)
+
+
+def softmax(values):
+    weights = np.exp(values.astype(np.float64) - values.max())
+    return weights / weights.sum()
+
+
+def by_definition(logits, params):
+    """Ids kept by sorting everything: likelier first, then lower ids."""
+    probabilities = softmax(logits / np.float64(params.temperature))
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    order = [token for token in order if probabilities[token] >= params.min_p * probabilities.max() * (1 - 1e-12)]
+    if params.top_k:
+        order = order[: params.top_k]
+    total = sum(probabilities[order])
+    reached = list(itertools.accumulate(probabilities[order] / total))
+    num_kept = next((n for n, value in enumerate(reached, 1) if value >= params.top_p - 1e-12), len(order))
+    return sorted(order[:num_kept])
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOGITS, st.sampled_from([0.3, 1.0, 2.5]), st.integers(0, 6), st.sampled_from([0.05, 0.5, 0.83, 1.0]), st.data())
+def test_filters_keep_what_their_definitions_say(logits, temperature, top_k, top_p, data):
+    min_p = data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    kept, probabilities = distribution(logits, params)
+    assert kept.tolist() == by_definition(logits, params)
+    assert probabilities.sum() == pytest.approx(1)
+    np.testing.assert_allclose(probabilities, softmax(logits[kept] / np.float64(temperature)), atol=1e-12)
+    token = sample_token(logits, params, make_generator(1)).token_id
+    assert token in kept
+
+
+def test_frequencies_are_the_distribution():
+    logits = np.array([1.0, 0.0, 2.0, -1.0, 0.5, -9.0], np.float32)
+    params = SamplingParams(temperature=0.8, top_k=4)
+    kept, probabilities = distribution(logits, params)
+    generator = make_generator(0)
+    counts = np.zeros(6)
+    for _ in range(4000):
+        counts[sample_token(logits, params, generator).token_id] += 1
+    assert counts[[3, 5]].sum() == 0 and kept.tolist() == [0, 1, 2, 4]
+    np.testing.assert_allclose(counts[kept] / 4000, probabilities, atol=0.03)
+
+
+def test_greedy_is_the_first_of_the_largest_and_draws_nothing():
+    logits = torch.tensor([[0.0, 3.0, 3.0], [9.0, -1.0, 2.0]])
+    generators = [make_generator(5), make_generator(6)]
+    states = [generator.bit_generator.state for generator in generators]
+    chosen = sample_tokens(logits, [SamplingParams(), SamplingParams(logprobs=1)], generators)
+    assert [one.token_id for one in chosen] == [1, 0]
+    assert chosen[0].logprobs is None and list(chosen[1].logprobs.top) == [0]
+    assert [generator.bit_generator.state for generator in generators] == states
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    torch.manual_seed(0)
+    logits = torch.randn(40, 50)
+    params = [
+        SamplingParams(temperature=0.1 * (i % 4), top_k=i % 7, top_p=1 - 0.1 * (i % 3), logprobs=2) for i in range(40)
+    ]
+    batched = [make_generator(11, i) for i in range(40)]
+    alone = [make_generator(11 + i) for i in range(40)]
+    for _ in range(3):
+        together = sample_tokens(logits, params, batched)
+        apart = [sample_tokens(logits[[i]], [params[i]], [alone[i]])[0] for i in range(40)]
+        assert together == apart
+    assert len({one.token_id for one in together}) > 10
+
+
+def test_one_number_a_sampled_token():
+    """So that a sequence which is stopped and taken up again meets the same numbers."""
+    logits = np.zeros(4, np.float32)
+    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1)):
+        generator, reference = make_generator(3), make_generator(3)
+        sample_token(logits, params, generator)
+        reference.random()
+        assert generator.bit_generator.state == reference.bit_generator.state
+
+
+def test_logprobs_are_the_models_own():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 20)
+    (one,) = sample_tokens(logits, [SamplingParams(temperature=2.0, top_k=3, logprobs=4)], [make_generator(0)])
+    expected = logits[0].log_softmax(-1)
+    assert one.logprobs.chosen == pytest.approx(float(expected[one.token_id]), abs=1e-5)
+    best = expected.topk(4)
+    assert list(one.logprobs.top) == best.indices.tolist()
+    assert list(one.logprobs.top.values()) == pytest.approx(best.values.tolist(), abs=1e-5)
+    (none,) = sample_tokens(logits, [SamplingParams(logprobs=0)], [make_generator(0)])
+    assert none.logprobs.top == {}
+
+
+def test_extremes():
+    generator = make_generator(0)
+    logits = np.array([-np.inf, 500.0, -np.inf], np.float32)
+    assert sample_token(logits, SamplingParams(temperature=1e-4), generator).token_id == 1
+    assert sample_token(logits, SamplingParams(temperature=50.0), generator).token_id == 1
+    assert sample_token(np.zeros(1, np.float32), SamplingParams(temperature=1.0, top_p=1e-9), generator).token_id == 0
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        sample_tokens(torch.zeros(2, 3), [SamplingParams()], [make_generator(0)] * 2)
+    with pytest.raises(ValueError, match="NaN in row 1"):
+        logits = torch.tensor([[0.0, 1.0], [torch.nan, 1.0]])
+        sample_tokens(logits, [SamplingParams(temperature=1.0)] * 2, [make_generator(0)] * 2)
+    assert sample_tokens(torch.zeros(0, 3), [], []) == []
