@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixkv.block_allocator import BlockAllocator, OutOfBlocks
-from radixkv.cache.base import Blocks, CacheCorruption, Lease, PrefixCache, Tail
+from radixkv.cache.base import Blocks, CacheCorruption, Lease, PrefixCache, Tail, check_count
 from radixkv.cache.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack
 
@@ -87,7 +87,8 @@ class KVManager:
         # Since the last commit: what stood in a table where the cache's blocks stand now, and who published what.
         self._replaced: list[tuple[SequenceBlocks, int, Blocks]] = []
         self._published: list[tuple[SequenceBlocks, Blocks]] = []
-        self._advanced: dict[int, int] = {}  # num_cached_tokens before
+        self._advanced: dict[int, int] = {}  # by id of a sequence held here: its num_cached_tokens before
+        self._in_step: set[int] = set()  # ids of the sequences that published
 
     # ---- admission
 
@@ -117,6 +118,7 @@ class KVManager:
         Raises:
             ValueError: the sequence has published, or advanced; `end` it.
         """
+        self._check_committed(sequence)
         if self._num_leased(sequence) != len(sequence.lease.block_ids):
             raise ValueError(f"sequence: expected one as `begin` made it, got one with {sequence.lease}")
         self._forget(sequence)
@@ -132,8 +134,9 @@ class KVManager:
         Raises:
             OutOfBlocks: not enough could be made free; nothing was changed, but a partial match may be given up.
         """
+        self._check_held(sequence)
         block_size = self.cache.block_size
-        missing = -(-num_tokens // block_size) - len(sequence.block_table)
+        missing = -(-check_count("num_tokens", num_tokens) // block_size) - len(sequence.block_table)
         if missing <= 0:
             return
         if missing == self.num_available + 1 and sequence.lease.partial and not sequence.copy:
@@ -256,6 +259,7 @@ class KVManager:
         Raises:
             ValueError: the sequence has too few blocks for these tokens, or `start` is after the lease's end.
         """
+        self._check_held(sequence)
         first = self._num_leased(sequence)
         own = sequence.block_table[first:]
         rest = _after(sequence, token_ids, start)
@@ -272,6 +276,7 @@ class KVManager:
             self._replace(sequence, first, duplicates[:, 1])
         if len(published):
             self._published.append((sequence, published))
+            self._in_step.add(id(sequence))
         self._reclaim()
         return num_duplicates * self.cache.block_size
 
@@ -292,11 +297,14 @@ class KVManager:
         self._replaced.clear()
         self._published.clear()
         self._advanced.clear()
+        self._in_step.clear()
         self.cache.commit()
         self._reclaim()
 
     def withdraw(self) -> None:
         """The step has failed: what it published is private again, what that had replaced stands in the tables again.
+
+        (A tail that it had replaced in the cache is gone: one partly filled block to be computed anew.)
 
         A sequence that was given blocks which another published in this step loses them, and all after them: its
         `num_cached_tokens` and `block_table` say what is left. Copies are still to be run.
@@ -323,6 +331,7 @@ class KVManager:
         self._replaced.clear()
         self._published.clear()
         self._advanced.clear()
+        self._in_step.clear()
 
     def _cut(self, sequence: SequenceBlocks, end: int, foreign: set[int], owner: dict[int, SequenceBlocks]) -> None:
         """Takes the blocks from `end` on from a sequence, and frees those that were its own."""
@@ -343,14 +352,17 @@ class KVManager:
             start: at most lease.num_tokens.
 
         Raises:
-            ValueError: the sequence has published in a step that is neither committed nor withdrawn; a whole block is
-                not published yet; `start` is after the lease's end.
+            ValueError: the sequence has ended, or published in a step that is neither committed nor withdrawn; a whole
+                block is not published yet; copied rows are to be published but were not copied; `start` is after the
+                lease's end.
         """
         self._check_committed(sequence)
         leased = self._num_leased(sequence)
         tail = None
         packed = pack(token_ids)
         rest = _after(sequence, packed, start) if packed else b""
+        if rest and sequence.copy:
+            raise ValueError("token_ids: expected none, as the rows of the partial match were never copied")
         if len(rest) >= self.cache.block_size * TOKEN_BYTES and self.cache.partial_blocks:
             raise ValueError(
                 f"token_ids: expected fewer than {self.cache.block_size} after the {sequence.lease.num_tokens} "
@@ -391,8 +403,13 @@ class KVManager:
         if sizes.num_blocks != total:
             raise CacheCorruption(f"violated: free + private + pinned + evictable == {total}, got {sizes}")
 
+    def _check_held(self, sequence: SequenceBlocks) -> None:
+        if self._sequences.get(id(sequence)) is not sequence:
+            raise ValueError("sequence: expected one that this manager began and that has not ended")
+
     def _check_committed(self, sequence: SequenceBlocks) -> None:
-        if any(other is sequence for other, _ in self._published):
+        self._check_held(sequence)
+        if id(sequence) in self._in_step:
             raise ValueError("sequence: expected one whose last step was committed or withdrawn")
 
     def _num_leased(self, sequence: SequenceBlocks) -> int:
@@ -413,6 +430,7 @@ class KVManager:
 
     def _forget(self, sequence: SequenceBlocks) -> None:
         del self._sequences[id(sequence)]
+        self._advanced.pop(id(sequence), None)
         if sequence.copy:
             sequence.copy = None
             self._copying.remove(sequence)

@@ -141,9 +141,9 @@ class Replay:
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     def index_bytes_per_token(self) -> float:
-        """Returns the memory of the index over the tokens in its blocks; 0 for an empty one. O(index)."""
-        num_blocks = sum(self.cache.sizes)
-        return index_bytes(self.cache) / (num_blocks * self.config.block_size) if num_blocks else 0.0
+        """Returns the memory of the index over the tokens cached in its blocks; 0 for an empty one. O(index)."""
+        num_tokens = self.cache.num_cached_tokens
+        return index_bytes(self.cache) / num_tokens if num_tokens else 0.0
 
 
 def index_bytes(cache: PrefixCache) -> int:

@@ -4,6 +4,7 @@ Every part of radixkv that stores or compares tokens takes them packed; `pack` i
 are 0 .. 2**31 - 1. Negative ids are the caches' own (see `radixkv.cache.namespace`).
 """
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,19 +13,27 @@ TOKEN_BYTES = 4
 TokenIds = bytes | np.ndarray | Sequence[int]
 
 _SHORT_BYTES = 512
+_SIGN_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
 
 
 def pack(token_ids: TokenIds) -> bytes:
     """Packs token ids into bytes, four per token, in the machine's byte order.
 
     Args:
-        token_ids: [n] packed bytes (returned as they are), an integer array, or a sequence of ints.
+        token_ids: [n] packed bytes (returned as they are, their ids unseen), an integer array, or a sequence of ints.
 
     Raises:
         ValueError: an id is negative, does not fit an int32 or is no integer; bytes that are no whole number of tokens.
 
     Cost: O(n); nothing for bytes.
     """
+    if type(token_ids) is np.ndarray and token_ids.dtype == np.int32 and token_ids.ndim == 1:  # no copy but the last
+        packed = token_ids.tobytes()
+        if has_negative(packed):
+            raise ValueError(f"token_ids: expected ids >= 0, got {token_ids.min()}")
+        return packed
+    if isinstance(token_ids, bytearray | memoryview):
+        token_ids = bytes(token_ids)
     if isinstance(token_ids, bytes):
         if len(token_ids) % TOKEN_BYTES:
             raise ValueError(f"token_ids: expected a multiple of {TOKEN_BYTES} packed bytes, got {len(token_ids)}")
@@ -36,11 +45,17 @@ def pack(token_ids: TokenIds) -> bytes:
         return b""
     if array.dtype.kind not in "iu":
         raise ValueError(f"token_ids: expected integers, got {array.dtype}")
-    low = int(array.min())
-    high = int(array.max()) if array.dtype != np.int32 else low
+    low, high = int(array.min()), int(array.max())
     if low < 0 or high > 0x7FFFFFFF:
         raise ValueError(f"token_ids: expected ids in 0..{0x7FFFFFFF}, got {low if low < 0 else high}")
     return array.astype(np.int32, copy=False).tobytes()
+
+
+def has_negative(packed: bytes) -> bool:
+    """Whether one of the packed ids is below zero. O(n); of few, their sign bytes alone are looked at."""
+    if len(packed) <= _SHORT_BYTES:
+        return not packed[_SIGN_BYTE::TOKEN_BYTES].isascii()
+    return bool(np.minimum.reduce(np.frombuffer(packed, np.int32)) < 0)
 
 
 def unpack(packed: bytes) -> np.ndarray:

@@ -140,6 +140,8 @@ class ShadowEngine:
             return
         request = self.live.pop(self.random.randrange(len(self.live)))
         if request.sequence.copy:  # its copy was never run
+            with pytest.raises(ValueError, match="never copied"):
+                self.manager.end(request.sequence, list(request.tokens))
             self.manager.end(request.sequence)
             return
         self.manager.end(request.sequence, list(request.tokens[: request.num_computed]))

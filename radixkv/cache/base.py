@@ -158,6 +158,11 @@ class PrefixCache(Protocol):
     def sizes(self) -> CacheSizes: ...
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV its blocks hold. May cost O(everything)."""
+        ...
+
+    @property
     def num_superseded_blocks(self) -> int:
         """Of the evictable blocks, those of no use any more. They are the first that `evict` gives up."""
         ...

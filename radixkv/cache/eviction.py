@@ -31,8 +31,8 @@ class Policy:
 
     name = "lru"
 
-    def touch(self, node: Evictable) -> None:
-        """Called on each node whose last pin is let go, after it was stamped."""
+    def touch(self, node: Evictable, tick: int) -> None:
+        """Called at each release, at its tick, on every node of the path that was in use."""
 
     def rank(self, node: Evictable) -> Any:
         """Returns the key by which leaves are sorted; the lowest is evicted first."""
@@ -65,8 +65,8 @@ class Lfu(Policy):
             raise ValueError(f"half_life: expected >= 1 ticks, got {half_life}")
         self.half_life = half_life
 
-    def touch(self, node: Evictable) -> None:
-        use = node.stamp / self.half_life
+    def touch(self, node: Evictable, tick: int) -> None:
+        use = tick / self.half_life
         high, low = (use, node.heat) if use > node.heat else (node.heat, use)
         node.heat = high + log2(1.0 + 2.0 ** max(low - high, -1000.0))
 
@@ -90,7 +90,7 @@ class Cost(Policy):
         self.knee_tokens = knee_tokens  # where attention costs as much as the rest; 30,500 for Llama-3-8B
         self._age = 0.0
 
-    def touch(self, node: Evictable) -> None:
+    def touch(self, node: Evictable, tick: int) -> None:
         node.heat += 1.0
 
     def rank(self, node: Evictable) -> Any:

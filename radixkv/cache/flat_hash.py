@@ -258,6 +258,10 @@ class FlatHashCache:
         return CacheSizes(num_pinned, len(self._map.hash_of) - num_pinned)
 
     @property
+    def num_cached_tokens(self) -> int:
+        return len(self._map.hash_of) * self.block_size
+
+    @property
     def num_superseded_blocks(self) -> int:
         return 0
 

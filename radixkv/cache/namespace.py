@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from radixkv.tokens import TOKEN_BYTES, unpack
+from radixkv.tokens import TOKEN_BYTES, has_negative, unpack
 
 _BYTE_ORDER = sys.byteorder
 
@@ -59,8 +59,11 @@ def parts(namespace: Namespace | None) -> tuple[LoRA | Salt | Media, ...]:
     for part in found:
         if not isinstance(part, LoRA | Salt | Media):
             raise ValueError(f"namespace: expected LoRA, Salt or Media, or a tuple of them, got {part!r}")
-        if part.start < 0:
-            raise ValueError(f"namespace: expected start >= 0, got {part!r}")
+        if isinstance(part.start, bool) or not isinstance(part.start, int) or part.start < 0:
+            raise ValueError(f"namespace: expected an int start >= 0, got {part!r}")
+        name = part.name if isinstance(part, LoRA) else part.value if isinstance(part, Salt) else part.digest
+        if not isinstance(name, str):
+            raise ValueError(f"namespace: expected a str to name it, got {part!r}")
         if isinstance(part, Media) and part.length < 1:
             raise ValueError(f"namespace: expected length >= 1, got {part!r}")
     return tuple(sorted(found, key=lambda part: (part.start, type(part).__name__, repr(part))))
@@ -83,6 +86,8 @@ class Interner:
 
         Cost: O(n) bytes copied once if any part starts in these tokens.
         """
+        if has_negative(packed):
+            raise ValueError(f"token_ids: expected ids >= 0, got {unpack(packed).min()}")
         marked = bytearray(packed)
         for part in parts(namespace):
             at = (part.start - offset) * TOKEN_BYTES

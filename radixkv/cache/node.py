@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from sortedcontainers import SortedList
 
 from radixkv.tokens import TOKEN_BYTES, num_common_tokens
@@ -24,6 +26,7 @@ class Node:
         "children",
         "fresh",
         "heat",
+        "is_marked",
         "order",
         "parent",
         "pins",
@@ -41,6 +44,7 @@ class Node:
         self.children: dict[bytes, Node] = {}  # by the first block of the child's span (a tail: by its whole span)
         self.order: SortedList | None = None  # the keys of children, sorted; made when first needed
         self.pins = 0  # leases that end here + partial matches copied from here + pinned children
+        self.is_marked = False  # whether the span holds an interned id, so that plain tokens may not enter it
         self.fresh = 0  # blocks at the end of the span that were inserted since the last commit
         self.born = born
         self.stamp = born
@@ -54,6 +58,18 @@ class Node:
     @property
     def num_blocks(self) -> int:
         return len(self.blocks) // BLOCK_ID_BYTES
+
+    def num_common_tokens(self, key: bytes, at: int, is_plain: bool) -> int:
+        """Counts the tokens that the span and a key from byte `at` on have in common.
+
+        Args:
+            is_plain: the key is a caller's own tokens: none of them is an interned id, whatever number it is.
+        """
+        common = num_common_tokens(self.span, key, 0, at)
+        if is_plain and self.is_marked:
+            marks = np.flatnonzero(np.frombuffer(self.span, np.int32, common) < 0)
+            return int(marks[0]) if len(marks) else common
+        return common
 
     def add_child(self, key: bytes, child: Node) -> None:
         self.children[key] = child
@@ -74,26 +90,34 @@ class Node:
             self.order = SortedList(self.children)
         return self.order
 
-    def nearest(self, tokens: bytes) -> tuple[Node | None, int]:
+    def nearest(self, tokens: bytes, is_plain: bool) -> tuple[Node | None, int]:
         """Returns the child whose first block shares most leading tokens with these, and how many.
 
-        Only blocks of a finished step count. In sorted order, what shares most stands next to where the tokens would
-        stand, so two neighbours decide. Cost: O(log children).
+        Only blocks of a finished step count. In sorted order what shares most stands next to where the tokens would
+        stand, and less the further away, so few are looked at.
+
+        Args:
+            is_plain: the tokens are a caller's own: they may not agree with an interned id.
+
+        Cost: O(log children), and the blocks of the step under way that stand between.
         """
         if len(self.children) < 2:
-            candidates = list(self.children)
-        else:
-            keys = self.sorted_keys()
-            at = keys.bisect_left(tokens)
-            candidates = keys[max(at - 1, 0) : at + 1]
-        best, most = None, 0
-        for key in candidates:
+            return self._best(self.children, tokens, is_plain, None, 0)
+        keys = self.sorted_keys()
+        at = keys.bisect_left(tokens)
+        best, most = self._best(keys.islice(at), tokens, is_plain, None, 0)
+        return self._best(keys.islice(0, at, reverse=True), tokens, is_plain, best, most)
+
+    def _best(
+        self, keys: Iterable[bytes], tokens: bytes, is_plain: bool, best: Node | None, most: int
+    ) -> tuple[Node | None, int]:
+        for key in keys:
             child = self.children[key]
-            if child.fresh == len(child.blocks) // BLOCK_ID_BYTES:
-                continue
-            common = num_common_tokens(key, tokens)
-            if common > most:
-                best, most = child, common
+            common = min(child.num_common_tokens(tokens, 0, is_plain), len(key) // TOKEN_BYTES)
+            if common <= most:
+                break
+            if child.fresh < len(child.blocks) // BLOCK_ID_BYTES:
+                return child, common
         return best, most
 
     def tail_before(self, span: bytes) -> Node | None:

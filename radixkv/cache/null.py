@@ -83,6 +83,10 @@ class NullCache:
         return CacheSizes(pinned=0, evictable=0)
 
     @property
+    def num_cached_tokens(self) -> int:
+        return 0
+
+    @property
     def num_superseded_blocks(self) -> int:
         return 0
 

@@ -31,7 +31,7 @@ from radixkv.cache.namespace import Interner, Namespace
 from radixkv.cache.node import BLOCK_ID_BYTES, Node
 from radixkv.cache.radix_check import check_tree
 from radixkv.cache.tree import RadixTree
-from radixkv.tokens import TOKEN_BYTES, TokenIds, num_common_tokens, pack
+from radixkv.tokens import TOKEN_BYTES, TokenIds, has_negative, pack
 
 
 class RadixCache:
@@ -48,11 +48,13 @@ class RadixCache:
     """
 
     def __init__(self, block_size: int = 16, *, partial_blocks: bool = True, policy: str | Policy = "lru") -> None:
+        if not isinstance(partial_blocks, bool):
+            raise ValueError(f"partial_blocks: expected True or False, got {partial_blocks!r}")
         self.block_size = check_block_size(block_size)
         self.partial_blocks = partial_blocks and block_size > 1
         self.tree = RadixTree(block_size, make_policy(policy))
         self._interner = Interner()
-        self._moved: list[Lease] = []  # leases moved while there were blocks not committed
+        self._moved: dict[Lease, None] = {}  # leases moved while there were blocks not committed
         self._events = EventEmitter(block_size)
 
     # ---- matching
@@ -61,6 +63,7 @@ class RadixCache:
         key = pack(token_ids)
         if namespace is not None:
             key = self._interner.mark(key, namespace, add=False)
+        is_plain = namespace is None
         width = self.tree.width
         end = len(key) // width * width
         node, at = self.tree.root, 0
@@ -69,27 +72,29 @@ class RadixCache:
             if child is None:
                 break
             span = child.span
-            if at + len(span) <= end and key.startswith(span, at):
+            if at + len(span) <= end and key.startswith(span, at) and not (is_plain and child.is_marked):
                 at += len(span)
                 node = child
                 continue
-            common = num_common_tokens(span, key, 0, at)
+            common = child.num_common_tokens(key, at, is_plain)
             whole = common // self.block_size * self.block_size
             next_is_fresh = whole // self.block_size >= child.num_blocks - child.fresh
             return at // TOKEN_BYTES + (whole if next_is_fresh or not self.partial_blocks else common)
-        partial = node.nearest(key[at : at + width])[1] if self.partial_blocks and at < len(key) else 0
-        return at // TOKEN_BYTES + partial
+        if not self.partial_blocks or at == len(key):
+            return at // TOKEN_BYTES
+        return at // TOKEN_BYTES + node.nearest(key[at : at + width], is_plain)[1]
 
     def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> Lease:
         key = pack(token_ids)
         if namespace is not None:
             key = self._interner.mark(key, namespace)
         tree = self.tree
-        node, at, found = tree.walk(tree.root, key)
+        is_plain = namespace is None
+        node, at, found = tree.walk(tree.root, key, is_plain)
         tree.pin(node)
         lease = Lease(node, at // TOKEN_BYTES, _joined(found), namespace)
         if self.partial_blocks and at < len(key):
-            source, num_tokens = node.nearest(key[at : at + tree.width])
+            source, num_tokens = node.nearest(key[at : at + tree.width], is_plain)
             if source is not None:
                 if len(source.span) > tree.width:
                     source = tree.split(source, tree.width)  # pin the one block, not what follows it
@@ -97,11 +102,11 @@ class RadixCache:
                 lease.source = source
                 lease.partial = Partial(int(_unpacked(source.blocks[:BLOCK_ID_BYTES])[0]), num_tokens)
         if tree.fresh:
-            self._moved.append(lease)
+            self._moved[lease] = None
         return lease
 
     def advance(self, lease: Lease, token_ids: TokenIds) -> Blocks:
-        node, at, found = self.tree.walk(lease.cursor, self._key(lease, token_ids))
+        node, at, found = self.tree.walk(lease.cursor, self._key(lease, token_ids), lease.namespace is None)
         self._move(lease, node, at)
         return _joined(found)
 
@@ -113,7 +118,7 @@ class RadixCache:
             lease.cursor = node
         lease.num_tokens += num_bytes // TOKEN_BYTES
         if self.tree.fresh:
-            self._moved.append(lease)
+            self._moved[lease] = None
 
     def _key(self, lease: Lease, token_ids: TokenIds) -> bytes:
         """Packs the tokens after a lease's end, the parts of its namespace that start there folded in."""
@@ -132,13 +137,16 @@ class RadixCache:
         blocks = pack_blocks(block_ids, end // tree.width)
         if not end:
             return NO_DUPLICATES
-        node, at, found = tree.walk(lease.cursor, key)
+        is_plain = lease.namespace is None
+        if is_plain and has_negative(key):
+            raise ValueError(f"token_ids: expected ids >= 0, got {_unpacked(key).min()}")
+        node, at, found = tree.walk(lease.cursor, key, is_plain)
         if at:
             self._move(lease, node, at)
         if at < end:
-            lease.cursor = tree.append(node, key[at:end], blocks[at // tree.width * BLOCK_ID_BYTES :])
+            lease.cursor = tree.append(node, key[at:end], blocks[at // tree.width * BLOCK_ID_BYTES :], is_plain)
             lease.num_tokens += (end - at) // TOKEN_BYTES
-            self._moved.append(lease)
+            self._moved[lease] = None
         if not found:
             return NO_DUPLICATES
         cached = _joined(found)
@@ -151,8 +159,9 @@ class RadixCache:
         source = lease.source
         if source is not None:
             lease.source = lease.partial = None
-            # Not stamped: one block of the span was read, the rest of it did not match.
+            # Not stamped: one block was read, the rest of its span did not match.
             self.tree.unpin(source, stamp=None)
+            self.tree.join(source)
 
     def release(self, lease: Lease, tail: Tail | None = None) -> None:
         check_live(lease)
@@ -163,12 +172,17 @@ class RadixCache:
         self._end(lease, self.tree.clock)
 
     def cancel(self, lease: Lease) -> None:
+        check_live(lease)
+        if lease.num_tokens > len(lease.block_ids) * self.block_size:
+            raise ValueError(f"lease: expected one that has not grown since acquire, got {lease!r}")
         self.unpin_partial(lease)
         self._end(lease, None)
 
     def _end(self, lease: Lease, stamp: int | None) -> None:
         node, lease.cursor, lease.released = lease.cursor, None, True
+        self._moved.pop(lease, None)
         self.tree.unpin(node, stamp=stamp)
+        self.tree.join(node)
 
     def _hang(self, lease: Lease, tail: Tail) -> None:
         """Publishes a partly filled last block under the lease's end, and for the moment moves the lease to its end."""
@@ -180,14 +194,15 @@ class RadixCache:
         if not 0 < len(tokens) < self.tree.width:
             expected = f"1..{self.block_size - 1} tokens"
             raise ValueError(f"tail.token_ids: expected {expected}, got {len(tokens) // TOKEN_BYTES}")
-        lease.cursor = self.tree.hang(lease.cursor, tokens, pack_blocks([tail.block_id], 1))
+        block = pack_blocks([tail.block_id], 1)
+        lease.cursor = self.tree.hang(lease.cursor, tokens, block, lease.namespace is None)
 
     # ---- steps
 
     def commit(self) -> None:
         fresh = self.tree.fresh
         if self._events.active:
-            for node in sorted((node for node in fresh if node.fresh), key=lambda node: node.start):
+            for node in sorted(fresh, key=lambda node: node.start):
                 self._announce(node, node.num_blocks - node.fresh, node.num_blocks)
         for node in fresh:
             node.fresh = 0
@@ -195,9 +210,8 @@ class RadixCache:
         self._moved.clear()
 
     def withdraw(self) -> Blocks:
-        for lease in dict.fromkeys(self._moved):
-            if not lease.released:
-                self._cut_back(lease)
+        for lease in self._moved:
+            self._cut_back(lease)
         self._moved.clear()
         return _joined(self.tree.withdraw())
 
@@ -258,6 +272,14 @@ class RadixCache:
     @property
     def sizes(self) -> CacheSizes:
         return CacheSizes(self.tree.num_pinned, self.tree.num_blocks - self.tree.num_pinned)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens in its blocks; fewer than the blocks have rows, where tails are partly filled. O(nodes)."""
+        nodes = [self.tree.root]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+        return sum(node.num_tokens for node in nodes)
 
     @property
     def num_superseded_blocks(self) -> int:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from radixkv.cache.base import CacheCorruption, Lease
+from radixkv.tokens import has_negative
+
+MAX_SPAN_BYTES = 8192 * 4
 
 if TYPE_CHECKING:
     from radixkv.cache.node import Node
@@ -21,7 +24,6 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
     blocks: list[int] = list(tree.superseded)
     num_pinned = 0
     leaves: list[Node] = []
-    fresh = {id(node) for node in tree.fresh}
     pins: Counter[int] = Counter()
     nodes = [tree.root]
     for node in nodes:  # grows while it is walked
@@ -37,7 +39,9 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
             _hold(not node.pins or node.parent.pins > 0, "what is pinned has pinned ancestors")
             _hold(node.pins > 0 or node.parent.pins > 0 or node.parent.stamp >= node.stamp, "no child is more recent")
             _hold(0 <= node.fresh <= node.num_blocks, "fresh blocks are blocks of the node")
-            _hold(not node.fresh or id(node) in fresh, "fresh nodes are listed")
+            _hold((node in tree.fresh) == (node.fresh > 0), "fresh nodes are listed")
+            _hold(len(node.span) <= max(MAX_SPAN_BYTES, width), "no span is too long")
+            _hold(node.is_marked == has_negative(node.span), "marks are known")
             pins[id(node.parent)] += node.pins > 0
         for key, child in node.children.items():
             _hold(child.parent is node, "children know their parent")

@@ -13,11 +13,12 @@ from sortedcontainers import SortedKeyList
 
 from radixkv.cache.eviction import Policy
 from radixkv.cache.node import BLOCK_ID_BYTES, Node
-from radixkv.tokens import TOKEN_BYTES, num_common_tokens
+from radixkv.tokens import TOKEN_BYTES, has_negative
 
-# A leaf that one lease alone holds is extended in place up to this length, then gets a child: copying an ever longer
-# span for every chunk would make publishing a long prompt quadratic.
-MAX_EXTENDED_BYTES = 8192 * TOKEN_BYTES
+# A node's span is at most so long. A leaf that one lease alone holds is extended in place up to it, then gets a child:
+# copying an ever longer span for every chunk would make publishing a long prompt quadratic, as would taking blocks off
+# the end of one.
+MAX_SPAN_BYTES = 8192 * TOKEN_BYTES
 
 
 class RadixTree:
@@ -28,7 +29,7 @@ class RadixTree:
         num_blocks: blocks held in all; num_pinned of them are pinned.
         leaves: the unpinned nodes without children, by rank.
         superseded: unpinned blocks of tails that a fuller block has replaced.
-        fresh: nodes that may hold blocks inserted since the last commit.
+        fresh: nodes that hold blocks inserted since the last commit, as the keys of a dict.
     """
 
     def __init__(self, block_size: int, policy: Policy) -> None:
@@ -45,10 +46,13 @@ class RadixTree:
         self._evicted_stamp = 0
         self.num_pinned = 0
         self.num_blocks = 0
-        self.fresh: list[Node] = []
+        self.fresh: dict[Node, None] = {}
 
-    def walk(self, node: Node, key: bytes) -> tuple[Node, int, list[bytes]]:
+    def walk(self, node: Node, key: bytes, is_plain: bool) -> tuple[Node, int, list[bytes]]:
         """Goes down as far as whole blocks of the key agree, splitting where they end inside a span.
+
+        Args:
+            is_plain: the key is a caller's own tokens, and must not meet an interned id, whatever numbers it holds.
 
         Returns the node reached, the bytes of the key matched, and the packed blocks of each node passed.
         """
@@ -61,10 +65,13 @@ class RadixTree:
             if child is None:
                 break
             span = child.span
-            if at + len(span) <= end and key.startswith(span, at):  # a memcmp, without a copy
+            # A memcmp, without a copy. What holds an interned id is never all of a caller's own tokens.
+            if at + len(span) <= end and key.startswith(span, at) and not (is_plain and child.is_marked):
                 at += len(span)
             else:
-                common = num_common_tokens(span, key, 0, at) // self.block_size * width
+                common = child.num_common_tokens(key, at, is_plain) // self.block_size * width
+                if not common:
+                    break
                 child = self.split(child, common)
                 at += common
             found.append(child.blocks)
@@ -84,11 +91,35 @@ class RadixTree:
         node.span, node.blocks = node.span[at:], node.blocks[cut:]
         node.parent, node.start = upper, node.start + at // TOKEN_BYTES
         upper.children[node.span[: self.width]] = node
+        if node.is_marked:
+            upper.is_marked, node.is_marked = has_negative(upper.span), has_negative(node.span)
         if node.fresh > node.num_blocks:
             upper.fresh = node.fresh - node.num_blocks
             node.fresh = node.num_blocks
-            self.fresh.append(upper)
+            self.fresh[upper] = None
         return upper
+
+    def join(self, upper: Node) -> None:
+        """Undoes a split that nobody needs any longer: both halves are of one age and no lease ends between them."""
+        if len(upper.children) != 1 or upper.parent is None:
+            return
+        (node,) = upper.children.values()
+        if (
+            len(node.span) < self.width
+            or upper.pins != (node.pins > 0)
+            or (upper.stamp, upper.heat, upper.born) != (node.stamp, node.heat, node.born)
+            or (upper.fresh and node.fresh < node.num_blocks)
+            or (node.fresh and upper.fresh not in (0, upper.num_blocks))
+            or len(upper.span) + len(node.span) > MAX_SPAN_BYTES
+        ):
+            return
+        if upper.fresh:
+            del self.fresh[upper]
+            node.fresh += upper.fresh
+        node.span, node.blocks = upper.span + node.span, upper.blocks + node.blocks
+        node.parent, node.start = upper.parent, upper.start
+        node.is_marked |= upper.is_marked
+        upper.parent.children[node.span[: self.width]] = node  # the key stays, and with it the order
 
     # ---- pins
 
@@ -109,6 +140,8 @@ class RadixTree:
         The first ancestor that is still pinned is stamped too, though it may be stamped again: if its last pin goes
         without a stamp, it must not look older than what was released below it.
         """
+        if stamp is not None and not self._is_lru:
+            self._touch(node, stamp)
         while True:
             node.pins -= 1
             if node.pins:
@@ -122,13 +155,17 @@ class RadixTree:
                 return
             if stamp is not None:
                 node.stamp = stamp
-                if not self._is_lru:
-                    self.policy.touch(node)
             elif parent.stamp < node.stamp:
                 parent.stamp = node.stamp
             if not node.children:
                 self._enter_leaves(node)
             node = parent
+
+    def _touch(self, node: Node | None, stamp: int) -> None:
+        """A use of a node is a use of all above it, also of those that others hold at the same time."""
+        while node is not None:
+            self.policy.touch(node, stamp)
+            node = node.parent
 
     def _enter_leaves(self, node: Node) -> None:
         if not self._is_lru:
@@ -144,29 +181,35 @@ class RadixTree:
 
     # ---- growing. A pin of the caller's on `node` moves on to the node returned.
 
-    def append(self, node: Node, span: bytes, blocks: bytes) -> Node:
+    def append(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:
         """Puts whole blocks after a node, where nothing goes on with them; returns the node that ends with them."""
-        num_blocks = len(blocks) // BLOCK_ID_BYTES
-        self.num_blocks += num_blocks
-        self.num_pinned += num_blocks
+        self.num_blocks += len(blocks) // BLOCK_ID_BYTES
+        self.num_pinned += len(blocks) // BLOCK_ID_BYTES
         if node.children:
             self._supersede(node.tail_before(span))
-        if (
-            node.pins == 1
-            and not node.children
-            and node is not self.root
-            and len(node.span) + len(span) <= MAX_EXTENDED_BYTES
-        ):
-            node.span += span
-            node.blocks += blocks
-        else:
-            node = self._add_child(node, span, blocks)
-        if not node.fresh:
-            self.fresh.append(node)
-        node.fresh += num_blocks
+        # New blocks of another age than the node's would be evicted in its turn, where the policy tells ages apart.
+        if node.pins == 1 and not node.children and node is not self.root and (self._is_lru or node.born == self.clock):
+            room = max(MAX_SPAN_BYTES - len(node.span), 0) // self.width
+            if room:
+                self._extend(node, span[: room * self.width], blocks[: room * BLOCK_ID_BYTES], is_plain)
+                span, blocks = span[room * self.width :], blocks[room * BLOCK_ID_BYTES :]
+        step = max(MAX_SPAN_BYTES // self.width, 1)
+        while span:
+            child = self._add_child(node, span[: step * self.width], blocks[: step * BLOCK_ID_BYTES], is_plain)
+            child.fresh = child.num_blocks
+            self.fresh[child] = None
+            node, span, blocks = child, span[step * self.width :], blocks[step * BLOCK_ID_BYTES :]
         return node
 
-    def hang(self, node: Node, tokens: bytes, block: bytes) -> Node:
+    def _extend(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> None:
+        node.span += span
+        node.blocks += blocks
+        node.fresh += len(blocks) // BLOCK_ID_BYTES
+        self.fresh[node] = None
+        if not is_plain:
+            node.is_marked |= has_negative(span)
+
+    def hang(self, node: Node, tokens: bytes, block: bytes, is_plain: bool) -> Node:
         """Puts a partly filled block under a node, unless a fuller one of its tokens is there; then it is superseded.
 
         Returns the tail, or the node.
@@ -180,11 +223,12 @@ class RadixTree:
         self._supersede(node.tail_before(tokens))
         self.num_pinned += 1
         node.sorted_keys()  # kept wherever there are tails
-        return self._add_child(node, tokens, block)
+        return self._add_child(node, tokens, block, is_plain)
 
-    def _add_child(self, node: Node, span: bytes, blocks: bytes) -> Node:
+    def _add_child(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:
         child = Node(span, blocks, node, node.start + len(node.span) // TOKEN_BYTES, self.clock)
         child.pins = 1  # the caller's pin on the parent becomes the child's pin on it
+        child.is_marked = not is_plain and has_negative(span)
         node.add_child(span[: self.width], child)
         return child
 
@@ -222,8 +266,11 @@ class RadixTree:
             if kept:
                 self._trim(node, kept)
                 node.fresh = max(node.fresh - (size - kept), 0)
+                if not node.fresh:
+                    self.fresh.pop(node, None)
                 break
             del leaves[0]
+            self.fresh.pop(node, None)
             node.fresh = 0
             self._unlink(node)
         self.num_blocks -= len(evicted)
@@ -234,7 +281,7 @@ class RadixTree:
 
         Returns the packed blocks taken, a run for each node.
         """
-        nodes = [node for node in self.fresh if node.fresh]
+        nodes = list(self.fresh)
         for node in nodes:
             if not node.pins and not node.children:
                 self.leaves.remove(node)
@@ -264,6 +311,8 @@ class RadixTree:
     def _trim(self, node: Node, num_blocks: int) -> None:
         node.blocks = node.blocks[: num_blocks * BLOCK_ID_BYTES]
         node.span = node.span[: num_blocks * self.width]
+        if node.is_marked:
+            node.is_marked = has_negative(node.span)
 
     def _unlink(self, leaf: Node) -> None:
         """Takes an unpinned leaf out; its parent may be a leaf now."""

@@ -10,7 +10,7 @@ from radixkv.cache.base import Tail
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.namespace import LoRA, Media, Salt
 from radixkv.cache.radix import RadixCache
-from radixkv.cache.tree import MAX_EXTENDED_BYTES
+from radixkv.cache.tree import MAX_SPAN_BYTES
 
 
 def put(cache, token_ids, first_block, namespace=None, *, tail=False):
@@ -293,7 +293,7 @@ def test_publishing_a_long_prompt_in_chunks_costs_each_chunk_alone():
         cache.insert(lease, tokens(i * 2048, (i + 1) * 2048), np.arange(128, dtype=np.int32) + 128 * i)
         cache.commit()
     assert lease.num_tokens == 64 * 2048
-    assert all(len(node.span) <= MAX_EXTENDED_BYTES for node in path(lease.cursor))
+    assert all(len(node.span) <= MAX_SPAN_BYTES for node in path(lease.cursor))
     cache.check([lease])
 
 
