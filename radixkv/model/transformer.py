@@ -69,6 +69,8 @@ class Decoder:
         Returns:
             [num_logits, vocab_size] float32, in the order of `logit_rows`.
 
+        Ids, slots and lengths are the caller's to check, once for all layers.
+
         Cost: O(num_rows * num_parameters + rows * visible KV).
         """
         num_rows = step.token_ids.shape[0]
@@ -101,7 +103,7 @@ class Decoder:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q, k = rotate(q, *angles), rotate(k, *angles)
-        store_kv(k[:num_rows], v[:num_rows], *caches, step.slot_mapping)
+        store_kv(k[:num_rows], v[:num_rows], *caches, step.slot_mapping, validate=False)
         paged_attention(
             q,
             *caches,
@@ -110,6 +112,7 @@ class Decoder:
             seq_lens=step.seq_lens,
             window=config.windows[index],
             out=out,
+            validate=False,
         )
         return self._arithmetic.linear(out.view(x.shape[0], -1), layer.o, layer.o_bias)
 

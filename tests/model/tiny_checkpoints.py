@@ -1,7 +1,9 @@
 """Tiny random checkpoints, saved by transformers as people's own are, and what transformers computes with them."""
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -58,6 +60,7 @@ def checkpoint(kind):
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[1] ** -0.5 * 1.5)
     folder = Path(tempfile.mkdtemp(prefix="radixkv-tests-")) / kind
+    atexit.register(shutil.rmtree, folder.parent)
     model.save_pretrained(folder)
     return folder, model
 
