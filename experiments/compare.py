@@ -13,7 +13,7 @@ little in a tight pool. Its index costs less than the flat hash with hashing cou
 
 import argparse
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,36 +79,60 @@ def run(config: Config) -> Iterator[list[Row]]:
     """Replays each trace of the config through every cache of it; yields a trace's rows when it has ended.
 
     Raises:
-        ValueError: a file can't be read, or an option has no such value.
+        ValueError: a file can't be read, or an option has no such value, or concerns nothing that is asked for.
     """
-    for trace in _traces(config):
-        rows = replay(trace, config)
+    _check(config)
+    traces = _traces(config)  # all of them opened before the first is read
+    names = _names([trace.name for trace in traces], config)
+    for trace, name in zip(traces, names, strict=True):
+        rows = replay(trace, name, config)
         if trace.counts.num_bad:
-            console.print(f"{trace.name}: {trace.counts.num_bad} records could not be read, such as")
+            console.print(f"{name}: {trace.counts.num_bad} records could not be read, such as")
             console.print(*(f"  {error}" for error in trace.counts.examples), sep="\n", markup=False)
         if trace.counts.num_without_output:
-            console.print(f"{trace.name}: {trace.counts.num_without_output} conversations without an answer left out")
+            console.print(f"{name}: {trace.counts.num_without_output} conversations without an answer left out")
         if rows[0]["num_requests"]:
             yield rows
         else:
-            console.print(f"{trace.name}: no request in it")
+            console.print(f"{name}: no request in it")
 
 
-def _traces(config: Config) -> Iterable[Any]:
-    if config.workload or not config.trace:
+def _check(config: Config) -> None:
+    default = Config()
+    idle = {"policy", "partial_blocks"} if "radix" not in config.cache else set()
+    if "flat_hash" not in config.cache:
+        idle.add("hash_algorithm")
+    if config.trace:
+        idle.add("seed")
+    else:
+        idle |= {"format", "join", "skip_bad"}
+    for name in sorted(idle):
+        if getattr(config, name) != getattr(default, name):
+            raise ValueError(f"--{name.replace('_', '-')}: concerns nothing that is asked for")
+
+
+def _traces(config: Config) -> list[Any]:
+    if not config.trace:
         name = config.workload or EMBEDDED
         if name != EMBEDDED and config.tokenizer != "bytes":
             raise ValueError(f"--tokenizer: the tokens of {name} are random numbers, got {config.tokenizer!r}")
         more = {"tokenizer": config.tokenizer} if name == EMBEDDED else {}
-        yield open_workload(name, seed=config.seed, limit=config.limit, **more)
+        return [open_workload(name, seed=config.seed, limit=config.limit, **more)]
     groups = [list(config.trace)] if config.join else [[path] for path in config.trace]
-    for paths in filter(None, groups):
-        yield open_trace(
+    return [
+        open_trace(
             paths, tokenizer=config.tokenizer, format=config.format, limit=config.limit, skip_bad=config.skip_bad
         )
+        for paths in groups
+    ]
 
 
-def replay(trace: Any, config: Config) -> list[Row]:
+def _names(names: Sequence[str], config: Config) -> list[str]:
+    """Names of traces, their whole paths where they would be the same."""
+    return list(names) if len(set(names)) == len(names) else [str(path) for path in config.trace]
+
+
+def replay(trace: Any, name: str, config: Config) -> list[Row]:
     """Feeds a trace to every cache, each request to all before the next, so that they share the machine's moods."""
     # An unbounded tree that shares to the token hits all there is to hit: the optimum that the others are held against.
     best = CacheConfig("radix", max(config.block_size), partial_blocks=max(config.block_size) > 1)
@@ -116,7 +140,7 @@ def replay(trace: Any, config: Config) -> list[Row]:
     gc.collect()
     gc.disable()  # a collection in the middle of one cache's turn would be charged to it
     try:
-        with progress(trace.name, None) as bar:
+        with progress(name, None) as bar:
             for request in trace:
                 for each in replays.values():
                     each.feed(request.prompt, request.output, request.namespace)
@@ -128,7 +152,7 @@ def replay(trace: Any, config: Config) -> list[Row]:
         tokens = trace.tokenizer.name
     else:
         tokens = "random" if not trace.formats else "block ids" if trace.sharing_known else "lengths"
-    return [_row(trace.name, replays[cache], optimum, config) | {"tokens": tokens} for cache in config.caches()]
+    return [_row(name, replays[cache], optimum, config) | {"tokens": tokens} for cache in config.caches()]
 
 
 def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
@@ -210,18 +234,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     config = Config(**options)
     rows: list[Row] = []
+    stopped = ""
     try:
+        out.mkdir(parents=True, exist_ok=True)  # before all the work, not after it
         for of_trace in run(config):
             rows += of_trace
             print_rows(of_trace)
     except (ValueError, ImportError, OSError) as error:
-        fail(str(error))
+        stopped = str(error)
     except KeyboardInterrupt:
-        console.print("interrupted: the traces that had ended are kept")
+        stopped = "interrupted"
     if not rows:
-        fail("there was no request to replay")
+        fail(stopped or "there was no request to replay")
     path = save(out, "compare", asdict(config), rows)
     console.print(f"{path}\n{plot(path)}", highlight=False)
+    if stopped:  # what had ended by then is kept
+        fail(stopped)
 
 
 def _block_size(text: str) -> int:

@@ -407,3 +407,83 @@ def test_random_runs_serve_to_the_token_what_was_put_in(policy, block_size):
 
 def common(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_a_million_tokens_at_once_are_many_nodes():
+    cache = RadixCache(16)
+    packed = np.arange(1_000_000, dtype=np.int32)
+    put_quick(cache, packed, 0)
+    assert max(len(node.span) for node in nodes_of(cache)) <= MAX_SPAN_BYTES
+    assert cache.evict(3).tolist() == [62499, 62498, 62497]
+    assert cache.peek(packed) == 1_000_000 - 48
+    cache.check([])
+
+
+def nodes_of(cache):
+    nodes = [cache.tree.root]
+    for node in nodes:
+        nodes.extend(node.children.values())
+    return nodes
+
+
+def test_leases_that_are_cancelled_leave_no_splits():
+    cache = RadixCache(16)
+    text = tokens(0, 8000)
+    put(cache, text, 0)
+    before = len(nodes_of(cache))
+    for end in range(1, 8000, 37):
+        lease = cache.acquire([*text[:end], 10**6])
+        cache.cancel(lease)
+        cache.check([])
+    assert len(nodes_of(cache)) == before
+
+
+def test_blocks_evicted_before_their_commit_are_forgotten():
+    cache = RadixCache(2, partial_blocks=False)
+    lease = cache.acquire([])
+    cache.insert(lease, [1, 2], [0])
+    cache.commit()
+    cache.insert(lease, [3, 4], [1])
+    cache.release(lease)
+    cache.evict(1)
+    lease = cache.acquire([1, 2])
+    cache.insert(lease, [5, 6], [2])
+    cache.release(lease)
+    cache.check([])
+    assert cache.withdraw().tolist() == [2]
+    cache.check([])
+    assert not cache.tree.fresh and cache.sizes == (0, 1)
+
+
+def test_packed_tokens_cannot_reach_into_a_namespace():
+    cache = RadixCache(4)
+    text = tokens(5, 45)
+    put(cache, text, 0, Salt("secret"), tail=True)
+    forged = np.array([-1, *text[1:]], np.int32).tobytes()
+    assert cache.peek(forged) == 0
+    lease = cache.acquire(forged)
+    assert lease.num_tokens == 0 and lease.partial is None
+    for space in (None, Salt("mine", start=8)):
+        with pytest.raises(ValueError, match="token_ids"):
+            cache.insert(cache.acquire(tokens(50, 54), space), forged, np.arange(100, 110))
+    with pytest.raises(ValueError, match="token_ids"):
+        cache.peek(forged, Salt("mine"))
+    assert cache.peek(text, Salt("secret")) == 40
+
+
+def test_a_burst_of_one_step_keeps_its_partial_matches():
+    cache = RadixCache(16)
+    put(cache, tokens(0, 32), 0)
+    leases = []
+    for i in range(30):
+        lease = cache.acquire([*tokens(0, 26), 1000 + i, *tokens(2000, 2020)])
+        assert lease.partial is not None and lease.partial.num_tokens == 10
+        cache.insert(lease, [*tokens(16, 26), 1000 + i, *tokens(2000, 2020)], np.arange(100 * i + 100, 100 * i + 110))
+        leases.append(lease)
+    cache.check(leases)
+
+
+def test_tokens_are_counted_not_rows():
+    cache = RadixCache(16)
+    put(cache, tokens(0, 20), 0, tail=True)
+    assert cache.num_cached_tokens == 20 and cache.sizes == (0, 2)

@@ -72,6 +72,33 @@ def test_a_trace_of_ones_own(tmp_path):
     assert hits["radix", 16, False] == hits["flat_hash", 16, False] == 7 * 160
 
 
+def test_what_has_ended_is_kept_when_a_later_trace_breaks(tmp_path, capsys):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "fine"}\n{"prompt": 5}\n')
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--trace", write_trace(tmp_path), str(broken))
+    assert "broken.jsonl: line 2" in capsys.readouterr().err
+    assert {row["trace"] for row in json.loads((tmp_path / "compare.json").read_text())["rows"]} == {"my"}
+
+
+def test_equal_names_are_told_apart(tmp_path):
+    (tmp_path / "other").mkdir()
+    traces = [write_trace(tmp_path), write_trace(tmp_path, "other/my.jsonl")]
+    rows = run(tmp_path, "--trace", *traces, "--cache", "radix", "flat_hash", "--num-blocks", "5")
+    assert [row["trace"] for row in rows] == [traces[0]] * 2 + [traces[1]] * 2
+    assert all(row["num_refused_requests"] == 8 and row["num_cached_tokens"] == 0 for row in rows)
+
+
+def test_pools_of_the_embedded_workload_are_of_equal_tokens(tmp_path):
+    rows = run(tmp_path, "--limit", "20", "--cache", "radix")
+    pools = {(row["num_blocks"] or 0) * row["block_size"] for row in rows}
+    assert pools == {0, *compare.EMBEDDED_POOLS}
+    optimum = [row["share_of_optimum"] for row in rows if row["num_blocks"] is None]
+    assert optimum == [1, 1]
+    whole = run(tmp_path, "--limit", "20", "--cache", "null", "radix", "--partial-blocks", "off", "--block-size", "128")
+    assert whole[0]["share_of_optimum"] == 0 < whole[1]["share_of_optimum"] < 1
+
+
 def test_files_are_traces_of_their_own_unless_joined(tmp_path):
     traces = [write_trace(tmp_path, "a.jsonl"), write_trace(tmp_path, "b.jsonl")]
     apart = run(tmp_path, "--trace", *traces, "--cache", "radix")
@@ -90,6 +117,10 @@ def test_files_are_traces_of_their_own_unless_joined(tmp_path):
         (["--policy", "best"], "best"),
         (["--limit", "0"], "no request"),
         (["--limit", "-1"], "limit"),
+        (["--cache", "radix", "--hash-algorithm", "xxhash"], "--hash-algorithm"),
+        (["--cache", "flat_hash", "--policy", "cost"], "--policy"),
+        (["--skip-bad"], "--skip-bad"),
+        (["--trace", __file__, "--seed", "3"], "--seed"),
     ],
 )
 def test_bad_options_end_with_a_message(tmp_path, capsys, options, message):
