@@ -92,10 +92,10 @@ COLUMNS = {
     "TTFT p50": "{ttft_p50_ms:.0f}",
     "p99": "{ttft_p99_ms:.0f}",
     "TPOT p50": "{tpot_p50_ms:.1f}",
-    "TPOT p99": "{tpot_p99_ms:.1f}",
+    "p99 ": "{tpot_p99_ms:.1f}",
     "ITL p50": "{itl_p50_ms:.1f}",
-    "ITL p99": "{itl_p99_ms:.1f}",
-    "out tok/s": "{output_throughput:.0f}",
+    "p99  ": "{itl_p99_ms:.1f}",
+    "tok/s": "{output_throughput:.0f}",
 }
 
 

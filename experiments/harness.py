@@ -22,8 +22,8 @@ except ImportError as error:
     raise ImportError(f"the experiments need {error.name}: pip install 'radixkv[experiments]'") from error
 
 console = Console()
-if console.width < 124:
-    console = Console(width=124)  # a table with its columns squeezed away says nothing; let the terminal wrap
+if console.width < 132:
+    console = Console(width=132)  # a table with its columns squeezed away says nothing; let the terminal wrap
 
 Row = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Eviction policies: which leaf of the radix tree goes first. Used by `radixkv.cache.radix`.
 
-A leaf enters the tree's sorted set when nobody holds it any longer, and leaves it when somebody does; its rank is
+A leaf enters the tree's order of leaves when nobody holds it any longer, and leaves it when somebody does; its rank is
 computed once, on entering, so a touch re-keys nothing. The lowest rank goes first, equal ranks in order of entry. All
 ranks are made of logical clock ticks (one per release) so that they never need ageing in place.
 """
@@ -17,7 +17,6 @@ class Evictable(Protocol):
     stamp: int  # tick at which its last lease was released
     start: int  # tokens before its first
     heat: float  # the policy's own; a split copies it to both halves
-    rank: Any  # what `rank` returned when the leaf entered the set
 
     @property
     def num_tokens(self) -> int: ...
@@ -38,8 +37,8 @@ class Policy:
         """Returns the key by which leaves are sorted; the lowest is evicted first."""
         return node.stamp
 
-    def evicted(self, node: Evictable) -> None:
-        """Called when a leaf is evicted, wholly or in part."""
+    def evicted(self, rank: Any) -> None:
+        """Called when a leaf is evicted, wholly or in part, with what `rank` said of it."""
 
 
 class Fifo(Policy):
@@ -98,8 +97,8 @@ class Cost(Policy):
         cost_per_block = node.num_tokens * (1.0 + middle / self.knee_tokens) / node.num_blocks
         return (self._age + max(node.heat, 1.0) * cost_per_block, node.stamp)
 
-    def evicted(self, node: Evictable) -> None:
-        self._age = node.rank[0]
+    def evicted(self, rank: Any) -> None:
+        self._age = rank[0]
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": Policy, "lfu": Lfu, "fifo": Fifo, "cost": Cost}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from sortedcontainers import SortedList
@@ -24,13 +23,13 @@ class Node:
         "blocks",
         "born",
         "children",
+        "entry",
         "fresh",
         "heat",
         "is_marked",
         "order",
         "parent",
         "pins",
-        "rank",
         "span",
         "stamp",
         "start",
@@ -49,7 +48,7 @@ class Node:
         self.born = born
         self.stamp = born
         self.heat = 0.0
-        self.rank: Any = None
+        self.entry = 0  # of the order of leaves; 0: it is in none
 
     @property
     def num_tokens(self) -> int:

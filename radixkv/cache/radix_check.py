@@ -65,8 +65,9 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
         num_pinned += node.num_blocks
         _hold(node.parent is None, "a tail that was replaced hangs nowhere")
     _hold(len(set(blocks)) == len(blocks), "no block is held twice")
-    _hold(sorted(map(id, leaves)) == sorted(map(id, tree.leaves)), "leaves are the unpinned childless nodes")
-    tree.leaves._check()
+    _hold(sorted(map(id, leaves)) == sorted(map(id, tree.leaves.in_order())), "leaves are the unpinned childless nodes")
+    _hold(len(tree.leaves) == len(leaves), "the count of leaves")
+    _hold(all(node.entry == 0 for node in nodes if node.pins or node.children), "only leaves are in their order")
     if leases is None:
         return
     for lease in leases:

@@ -6,12 +6,12 @@ is the packed tokens of a request, `width` the bytes of a block's tokens.
 
 from __future__ import annotations
 
-from operator import attrgetter
+from typing import Any
 
 import numpy as np
-from sortedcontainers import SortedKeyList
 
 from radixkv.cache.eviction import Policy
+from radixkv.cache.leaf_order import LeafOrder
 from radixkv.cache.node import BLOCK_ID_BYTES, Node
 from radixkv.tokens import TOKEN_BYTES, has_negative
 
@@ -22,12 +22,12 @@ MAX_SPAN_BYTES = 8192 * TOKEN_BYTES
 
 
 class RadixTree:
-    """Spans of tokens in a tree, each node pinned or not, the unpinned leaves sorted by a policy.
+    """Spans of tokens in a tree, each node pinned or not, the unpinned leaves in the order of a policy.
 
     Attributes:
         clock: ticks at every release; all stamps are its values.
         num_blocks: blocks held in all; num_pinned of them are pinned.
-        leaves: the unpinned nodes without children, by rank.
+        leaves: the unpinned nodes without children, in the order of eviction.
         superseded: unpinned blocks of tails that a fuller block has replaced.
         fresh: nodes that hold blocks inserted since the last commit, as the keys of a dict.
     """
@@ -40,7 +40,7 @@ class RadixTree:
         self._is_lru = type(policy) is Policy
         self.root = Node(b"", b"", None, 0, 0)
         self.root.pins = 1  # never a leaf, and the end of every walk up
-        self.leaves: SortedKeyList = SortedKeyList(key=attrgetter("rank"))
+        self.leaves = LeafOrder()
         self.superseded: list[int] = []
         self.clock = 0
         self._evicted_stamp = 0
@@ -125,7 +125,7 @@ class RadixTree:
 
     def pin(self, node: Node) -> None:
         """Pins a node and all above it. O(nodes up to the first that is pinned already)."""
-        if not node.pins and not node.children:
+        if node.entry:
             self.leaves.remove(node)
         while True:
             node.pins += 1
@@ -168,16 +168,17 @@ class RadixTree:
             node = node.parent
 
     def _enter_leaves(self, node: Node) -> None:
+        rank: Any
         if not self._is_lru:
-            node.rank = self.policy.rank(node)
+            rank = self.policy.rank(node)
         elif len(node.span) >= self.width:
-            node.rank = node.stamp
+            rank = node.stamp
         else:
             # A tail takes a whole block for a few tokens. Let it look older by the share that is empty of the age at
             # which leaves are evicted at present; else, in a tight pool, tails push out blocks worth more.
             empty = 1 - len(node.span) / self.width
-            node.rank = node.stamp - empty * (self.clock - self._evicted_stamp)
-        self.leaves.add(node)
+            rank = node.stamp - empty * (self.clock - self._evicted_stamp)
+        self.leaves.add(node, rank)
 
     # ---- growing. A pin of the caller's on `node` moves on to the node returned.
 
@@ -253,12 +254,11 @@ class RadixTree:
         evicted = self.superseded[:num_blocks]
         del self.superseded[: len(evicted)]
         needed = num_blocks - len(evicted)
-        leaves = self.leaves
-        while needed and leaves:
-            node: Node = leaves[0]
+        while needed and (first := self.leaves.first()):
+            rank, node = first
             self._evicted_stamp = node.stamp
             if not self._is_lru:
-                self.policy.evicted(node)
+                self.policy.evicted(rank)
             size = len(node.blocks) // BLOCK_ID_BYTES
             kept = max(size - needed, 0)
             needed -= size - kept
@@ -269,7 +269,7 @@ class RadixTree:
                 if not node.fresh:
                     self.fresh.pop(node, None)
                 break
-            del leaves[0]
+            self.leaves.remove(node)
             self.fresh.pop(node, None)
             node.fresh = 0
             self._unlink(node)
@@ -283,7 +283,7 @@ class RadixTree:
         """
         nodes = list(self.fresh)
         for node in nodes:
-            if not node.pins and not node.children:
+            if node.entry:
                 self.leaves.remove(node)
         taken = []
         cut = []  # what is left of them, and their parents: may be leaves now

@@ -65,7 +65,7 @@ def test_what_is_added_to_a_sequence_has_its_own_age(policy):
         use(cache, [1, 2])
     put(cache, [7], 50)
     put(cache, [1, 2, 3], 100)  # a longer conversation: block 100 is new
-    leaves = {node.blocks: node for node in cache.tree.leaves}
+    leaves = {node.blocks: node for node in cache.tree.leaves.in_order()}
     newest = leaves[np.array([100], np.int32).tobytes()]
     assert newest.num_tokens == 1 and newest.born > 1
     if policy == "lfu":
@@ -86,7 +86,7 @@ def test_a_split_keeps_age_and_heat(policy):
     (lower,) = upper.children.values()
     assert (upper.born, upper.heat, lower.born, lower.heat) == (born, heat, born, heat)
     cache.cancel(lease)
-    assert len(cache.tree.root.children) == 1 and cache.tree.leaves[0].num_tokens == 4  # joined again
+    assert len(cache.tree.root.children) == 1 and cache.tree.leaves.in_order()[0].num_tokens == 4  # joined again
 
 
 def test_cost_keeps_what_is_deep_and_full():

@@ -1,0 +1,99 @@
+"""What does one changed token cost, and does it matter where the variable part stands?
+
+A prompt of 600 tokens is cached; it is asked for again with a token changed at each position in turn. Then 50 requests
+of a system prompt and a variable part, which stands first or last. Expected: a change at position p leaves p tokens to
+hit (the flat hash: whole blocks before p); a variable part that stands first leaves nothing.
+
+    python -m experiments.break_prefix
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.harness import Row, console, print_table, pyplot, save
+from radixkv.replay import CacheConfig, Replay
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes in tokens."""
+
+    prompt_tokens: int = 600
+    variable_tokens: int = 20
+    num_requests: int = 50
+    caches: tuple[tuple[str, int], ...] = (("flat_hash", 16), ("flat_hash", 128), ("radix", 16), ("radix", 128))
+    seed: int = 7
+
+
+def run(config: Config) -> list[Row]:
+    """Changes a token at each position; then puts the variable part first and last."""
+    rows: list[Row] = []
+    for cache, block_size in config.caches:
+        rng = np.random.default_rng(config.seed)
+        prompt = rng.integers(0, 32_000, config.prompt_tokens, dtype=np.int32)
+        for position in range(config.prompt_tokens):
+            replay = Replay(CacheConfig(cache, block_size))
+            replay.feed(prompt)
+            changed = prompt.copy()
+            changed[position] = 32_000
+            hit = replay.feed(changed)
+            row = {"part": "changed token", "cache": cache, "block_size": block_size, "position": position}
+            rows.append(row | {"num_hit_tokens": hit, "hit_rate": hit / config.prompt_tokens})
+        for place in ("first", "last"):
+            replay = Replay(CacheConfig(cache, block_size))
+            for _ in range(config.num_requests):
+                variable = rng.integers(0, 32_000, config.variable_tokens, dtype=np.int32)
+                replay.feed(np.concatenate([variable, prompt] if place == "first" else [prompt, variable]))
+            row = {"part": f"variable part {place}", "cache": cache, "block_size": block_size, "position": None}
+            rows.append(row | {"num_hit_tokens": replay.num_cached_tokens, "hit_rate": replay.hit_rate})
+    return rows
+
+
+COLUMNS = {"part": "{part}", "cache": "{cache}", "block": "{block_size}", "hit rate": "{hit_rate:.1%}"}
+
+
+def plot(path: Path) -> Path:
+    """Draws the tokens hit against the position of the changed one, from the JSON alone."""
+    rows = json.loads(path.read_text())["rows"]
+    plt = pyplot()
+    figure, axis = plt.subplots()
+    mine = [row for row in rows if row["part"] == "changed token"]
+    for name in dict.fromkeys((row["cache"], row["block_size"]) for row in mine):
+        line = [row for row in mine if (row["cache"], row["block_size"]) == name]
+        style = "--" if name[0] == "flat_hash" else "-"
+        axis.plot(
+            [r["position"] for r in line], [r["num_hit_tokens"] for r in line], style, label=f"{name[0]} {name[1]}"
+        )
+    axis.set(xlabel="position of the changed token", ylabel="tokens still hit", title="One changed token")
+    axis.legend()
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.break_prefix",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets break_prefix.json and break_prefix.png")
+    given = parser.parse_args(arguments)
+    config = Config()
+    rows = run(config)
+    shown = [row for row in rows if row["position"] in (None, 0, 100, 300, 500)]
+    named = [r | {"part": f"token {r['position']} changed"} if r["position"] is not None else r for r in shown]
+    print_table(f"A prompt of {config.prompt_tokens} tokens, asked for again", COLUMNS, named)
+    path = save(given.out, "break_prefix", asdict(config), rows)
+    console.print(f"{path}\n{plot(path)}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""When should a block be published: as soon as the step that fills it is scheduled, or when its request finishes?
+
+The book chapter's mistake, measured: requests that arrive together all prefill before any finishes. Expected: published
+on finish, concurrent arrivals with one system prompt hit nothing; published at once, all but the first hit all of it.
+
+    python -m experiments.publish_timing
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.dry_run import dry_run
+from experiments.harness import Row, console, print_table, save
+from radixkv.cache.radix import RadixCache
+from radixkv.kv_manager import KVManager, SequenceBlocks
+from radixkv.request import Request, SamplingParams
+from radixkv.scheduler import Scheduler
+from radixkv.tokens import TokenIds, pack
+
+
+@dataclass(frozen=True)
+class Config:
+    """Traffic of an assistant; `num_per_step` arrivals before each step, None: all at once."""
+
+    num_requests: int = 32
+    system_tokens: int = 512
+    question_tokens: int = 32
+    max_tokens: int = 32
+    num_per_step: tuple[int | None, ...] = (None, 1)
+    seed: int = 7
+
+
+class PublishOnFinish(KVManager):
+    """The same manager, but what a sequence has computed enters the cache when it ends."""
+
+    def __init__(self, cache: RadixCache, num_blocks: int) -> None:
+        super().__init__(cache, num_blocks)
+        self._held: dict[int, tuple[bytes, int]] = {}
+
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
+        self._held[id(sequence)] = (pack(token_ids), start)
+        return 0
+
+    def end(self, sequence: SequenceBlocks, token_ids: TokenIds = b"", *, start: int = 0) -> None:
+        held = self._held.pop(id(sequence), None)
+        if held is not None:
+            super().publish(sequence, held[0], start=held[1])
+            self.commit()
+        super().end(sequence)
+
+
+def run(config: Config) -> list[Row]:
+    """Serves the same requests with each manager."""
+    rng = np.random.default_rng(config.seed)
+    system = tuple(rng.integers(0, 32_000, config.system_tokens).tolist())
+    requests = []
+    for i in range(config.num_requests):
+        question = tuple(rng.integers(0, 32_000, config.question_tokens).tolist())
+        requests.append(Request(str(i), system + question, SamplingParams(max_tokens=config.max_tokens)))
+    rows = []
+    for num_per_step in config.num_per_step:
+        for name, manager in (("on finish", PublishOnFinish), ("at once", KVManager)):
+            found = dry_run(Scheduler(manager(RadixCache(16), 4096)), requests, num_per_step=num_per_step)
+            arrivals = "all together" if num_per_step is None else f"{num_per_step} a step"
+            rows.append({"arrivals": arrivals, "published": name, **asdict(found), "hit_rate": found.hit_rate})
+    return rows
+
+
+COLUMNS = {
+    "arrivals": "{arrivals}",
+    "published": "{published}",
+    "hit rate": "{hit_rate:.1%}",
+    "tokens computed": "{num_computed_tokens:,}",
+    "steps": "{num_steps:,}",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.publish_timing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="gets publish_timing.json")
+    given = parser.parse_args(arguments)
+    config = Config()
+    rows = run(config)
+    print_table(f"{config.num_requests} requests, one system prompt of {config.system_tokens} tokens", COLUMNS, rows)
+    console.print(save(given.out, "publish_timing", asdict(config), rows), highlight=False)
+
+
+if __name__ == "__main__":
+    main()
