@@ -19,6 +19,7 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..interface import AttentionSpec, AttentionTensors
@@ -45,6 +46,7 @@ def launch(
 
     num_splits: programs a tile; None: chosen to fill the device. Results don't depend on it. Allocates the workspace.
     """
+    _give_condition_a_truth_value()
     q = tensors.q
     num_tokens = q.shape[0]
     if num_tokens == 0 or tensors.num_seqs == 0:
@@ -106,6 +108,13 @@ def max_partials(max_seq_len: int, num_splits: int) -> int:
     cell, run = CELL_SIZE.value, CELL_SIZE.value * RUN_CELLS.value
     cells = min(triton.cdiv(max_seq_len, cell), (num_splits - 1) * RUN_CELLS.value)
     return max(1, cells, triton.cdiv(max_seq_len, run))
+
+
+@functools.cache
+def _give_condition_a_truth_value() -> None:
+    """Lets the interpreter run `while tl.condition(...)`: as triton has it, it loops for ever there."""
+    if not hasattr(tl.condition, "__bool__"):
+        tl.condition.__bool__ = lambda self: bool(self.condition)
 
 
 @functools.cache

@@ -60,21 +60,60 @@ def visible_range(position, seq_len, window, CAUSAL: tl.constexpr, WINDOW: tl.co
 
 
 @triton.jit
-def tile_partials(
-    seq_lens_ptr, cu_seqlens_q_ptr, seq, row0, num_splits, window,
+def load_item(
+    items_ptr, seq_lens_ptr, cu_seqlens_q_ptr, item, seq, tile, num_splits, num_rows_total, window,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WORK_LIST: tl.constexpr,
+):  # fmt: skip
+    """One item: its first flat row, number of rows, half-open range of cells, and first row of the workspace.
+
+    A kernel calls this before its loop and again after it: to load a few words twice is cheaper than to keep them in
+    registers, which are what is short.
+    """
+    if WORK_LIST:
+        row0 = tl.load(items_ptr + item * 5)
+        num_rows = tl.load(items_ptr + item * 5 + 1)
+        first_cell = tl.load(items_ptr + item * 5 + 2)
+        last_cell = tl.load(items_ptr + item * 5 + 3)
+        out_row = tl.load(items_ptr + item * 5 + 4).to(tl.int64)
+    else:
+        q_start = tl.load(cu_seqlens_q_ptr + seq)
+        q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+        seq_len = tl.load(seq_lens_ptr + seq)
+        row0 = (tile - (q_start * GROUP // BLOCK_M + seq)) * BLOCK_M
+        num_rows = tl.minimum(q_len * GROUP - row0, BLOCK_M)
+        begin, end = rows_range(row0, num_rows, q_len, seq_len, window, GROUP, CAUSAL, WINDOW)
+        cells = cells_per_partial(seq_len, num_splits)
+        first_cell = tl.maximum(item * cells, begin // CELL_SIZE)
+        last_cell = tl.minimum((item + 1) * cells, (end + CELL_SIZE - 1) // CELL_SIZE)
+        out_row = num_rows_total.to(tl.int64) * item + q_start * GROUP + row0
+    return row0, num_rows, first_cell, last_cell, out_row
+
+
+@triton.jit
+def tile_items(
+    seq_lens_ptr, cu_seqlens_q_ptr, seq, tile, num_splits, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Half-open range of the partials that the rows of a tile need; empty for a tile without rows."""
-    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - tl.load(cu_seqlens_q_ptr + seq)
+    q_start = tl.load(cu_seqlens_q_ptr + seq)
+    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
     seq_len = tl.load(seq_lens_ptr + seq)
+    row0 = (tile - (q_start * GROUP // BLOCK_M + seq)) * BLOCK_M
     num_rows = tl.minimum(q_len * GROUP - row0, BLOCK_M)
-    first_position = seq_len - q_len + row0 // GROUP
-    last_position = seq_len - q_len + (row0 + num_rows - 1) // GROUP
-    begin, _ = visible_range(first_position, seq_len, window, CAUSAL, WINDOW)
-    _, end = visible_range(last_position, seq_len, window, CAUSAL, WINDOW)
+    begin, end = rows_range(row0, num_rows, q_len, seq_len, window, GROUP, CAUSAL, WINDOW)
     tokens = cells_per_partial(seq_len, num_splits) * CELL_SIZE
-    end = tl.where((num_rows > 0) & (end > begin), end, 0)
     return begin // tokens, (end + tokens - 1) // tokens
+
+
+@triton.jit
+def rows_range(
+    row0, num_rows, q_len, seq_len, window, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Half-open range of KV positions that any of a sequence's flat rows [row0, row0 + num_rows) sees; (0, 0) if none."""
+    begin, first_end = visible_range(seq_len - q_len + row0 // GROUP, seq_len, window, CAUSAL, WINDOW)
+    last_begin, end = visible_range(seq_len - q_len + (row0 + num_rows - 1) // GROUP, seq_len, window, CAUSAL, WINDOW)
+    some = (num_rows > 0) & (end > begin)
+    return tl.where(some, begin, 0), tl.where(some, end, 0)
 
 
 @triton.jit
@@ -173,72 +212,57 @@ def attention_kernel(
     if WORK_LIST:
         seq = 0
         tile = 0
-        item = tl.program_id(0)
+        item_begin = tl.program_id(0)
         item_end = tl.load(num_items_ptr)
         item_step = tl.num_programs(0)
     else:
         # Last tile first: under a causal mask the last tiles of a prompt are the longest.
         tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_splits
         seq = find_sequence(cu_seqlens_q_ptr, num_seqs, tile, GROUP, BLOCK_M)
-        q_start = tl.load(cu_seqlens_q_ptr + seq)
-        row0 = (tile - (q_start * GROUP // BLOCK_M + seq)) * BLOCK_M
-        # The tile's partials are dealt out to its programs in turn.
-        first_partial, item_end = tile_partials(
-            seq_lens_ptr, cu_seqlens_q_ptr, seq, row0, num_splits, window, GROUP, BLOCK_M, CAUSAL, WINDOW
+        item_begin, item_end = tile_items(
+            seq_lens_ptr, cu_seqlens_q_ptr, seq, tile, num_splits, window, GROUP, BLOCK_M, CAUSAL, WINDOW
         )
-        item = first_partial + tl.program_id(0) % num_splits
+        # The tile's partials are dealt out to its programs in turn.
+        item_begin += tl.program_id(0) % num_splits
         item_step = num_splits
 
-    # One step a run of an item. All that a step needs is loaded within it: what could be hoisted out of the loop would be
-    # kept in registers, and spill.
+    # One step a run of an item. Nothing may be hoisted out of this loop: it would live in registers all through the tile
+    # loop, and spill. For the same reason no name from before it but these two is assigned in it.
+    item = item_begin
     run = 0
-    while item < item_end:
+    while tl.condition(item < item_end, disable_licm=True):
+        row0, num_rows, first_cell, last_cell, out_row = load_item(
+            items_ptr, seq_lens_ptr, cu_seqlens_q_ptr, item, seq, tile, num_splits, num_rows_total, window,
+            GROUP, BLOCK_M, CAUSAL, WINDOW, WORK_LIST,
+        )  # fmt: skip
+        run = tl.maximum(run, first_cell // RUN_CELLS)
+        in_tile = offs_m < num_rows
+        row = (row0 + offs_m) // GROUP
         if WORK_LIST:
-            row0 = tl.load(items_ptr + item * 5)
-            num_rows = tl.load(items_ptr + item * 5 + 1)
-            first_cell = tl.load(items_ptr + item * 5 + 2)
-            last_cell = tl.load(items_ptr + item * 5 + 3)
-            slot = tl.load(items_ptr + item * 5 + 4)
-            in_tile = offs_m < num_rows
-            row = (row0 + offs_m) // GROUP
+            kv_seq = tl.load(row_seq_ptr + row0 // GROUP)  # all rows of an item agree on the blocks of its cells
             token = tl.load(row_token_ptr + row, mask=in_tile, other=0)
             row_seq = tl.load(row_seq_ptr + row, mask=in_tile, other=0)
             seq_len = tl.load(seq_lens_ptr + row_seq, mask=in_tile, other=0)
             position = seq_len - (tl.load(cu_seqlens_q_ptr + row_seq + 1, mask=in_tile, other=0) - token)
-            row_begin, row_end = visible_range(position, seq_len, window, CAUSAL, WINDOW)
-            out_row = slot.to(tl.int64)
-            seq = tl.load(row_seq_ptr + row0 // GROUP)  # all rows of an item agree on the blocks of its cells
         else:
-            q_start = tl.load(cu_seqlens_q_ptr + seq)
-            row0 = (tile - (q_start * GROUP // BLOCK_M + seq)) * BLOCK_M
-            q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+            kv_seq = seq
+            token = tl.load(cu_seqlens_q_ptr + seq) + row
             seq_len = tl.load(seq_lens_ptr + seq)
-            num_rows = tl.minimum(q_len * GROUP - row0, BLOCK_M)
-            cells = cells_per_partial(seq_len, num_splits)
-            first_cell = item * cells
-            last_cell = first_cell + cells
-            in_tile = offs_m < num_rows
-            row = (row0 + offs_m) // GROUP
-            token = q_start + row
-            row_begin, row_end = visible_range(seq_len - q_len + row, seq_len, window, CAUSAL, WINDOW)
-            out_row = item.to(tl.int64) * num_rows_total + q_start * GROUP + row0
+            position = seq_len - tl.load(cu_seqlens_q_ptr + seq + 1) + token
+        row_begin, row_end = visible_range(position, seq_len, window, CAUSAL, WINDOW)
         row_end = tl.where(in_tile, row_end, 0)
+        lane_end = tl.max(row_end, 0)
         lane_begin = 0
         if WINDOW:
             lane_begin = tl.min(tl.where(in_tile, row_begin, 1 << 30), 0)
-            first_cell = tl.maximum(first_cell, lane_begin // CELL_SIZE)
-        lane_end = tl.max(row_end, 0)
-        last_cell = tl.minimum(last_cell, (lane_end + CELL_SIZE - 1) // CELL_SIZE)
-        first_run = first_cell // RUN_CELLS
-        run = tl.maximum(run, first_run)
         head = kv_head * GROUP + (row0 + offs_m) % GROUP
         q_rows = token.to(tl.int64) * stride_q_token + head * stride_q_head
         q_mask = in_tile[:, None] & (offs_d < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + q_rows[:, None] + (offs_d * stride_q_dim)[None, :], mask=q_mask, other=0.0)
         if INDPTR:
-            seq_table_ptr = table_ptr + tl.load(table_start_ptr + seq)
+            seq_table_ptr = table_ptr + tl.load(table_start_ptr + kv_seq)
         else:
-            seq_table_ptr = table_ptr + seq.to(tl.int64) * stride_table_seq
+            seq_table_ptr = table_ptr + kv_seq.to(tl.int64) * stride_table_seq
         m, l, acc = fold_run(
             q, k_ptr + kv_head * stride_k_head, v_ptr + kv_head * stride_v_head, seq_table_ptr,
             tl.maximum(first_cell, run * RUN_CELLS) * TILES_PER_CELL,
@@ -250,12 +274,17 @@ def attention_kernel(
             BLOCK_SIZE, HEAD_DIM, V_HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             WINDOW, SOFTCAP, FP8, PRECISION, STAGES,
         )  # fmt: skip
+        row0, num_rows, first_cell, last_cell, out_row = load_item(
+            items_ptr, seq_lens_ptr, cu_seqlens_q_ptr, item, seq, tile, num_splits, num_rows_total, window,
+            GROUP, BLOCK_M, CAUSAL, WINDOW, WORK_LIST,
+        )  # fmt: skip
         # The rows of a tile are neighbours in the workspace: one base address, and constants from there.
         out_row += kv_head * num_rows_total * num_partials
+        in_tile = offs_m < num_rows
         acc_ptrs = acc_ptr + out_row * V_HEAD_DIM + (offs_m[:, None] * V_HEAD_DIM + offs_v[None, :])
         ml_ptrs = ml_ptr + (out_row * V_SLICES + v_slice) * 2 + offs_m * (2 * V_SLICES)
         acc_mask = in_tile[:, None] & (offs_v < V_HEAD_DIM)[None, :]
-        if run > first_run:
+        if run > first_cell // RUN_CELLS:
             # Whole runs fold through the item's own partial in memory: a third accumulator would spill. This program
             # wrote it; the barrier is for a layout that gives an element to another thread.
             tl.debug_barrier()
