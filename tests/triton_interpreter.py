@@ -60,7 +60,7 @@ def _narrow(values: np.ndarray) -> Any:
 def _make_bf16_exact(builder: Any) -> None:
     originals = {
         name: getattr(builder, name)
-        for name in ("cast_impl", "create_fp_to_fp", "create_dot", "binary_op", "unary_op", "create_bitcast")
+        for name in ("cast_impl", "create_fp_to_fp", "create_dot", "binary_op", "unary_op")
     }
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
@@ -88,7 +88,10 @@ def _make_bf16_exact(builder: Any) -> None:
     def unary_op(self: Any, a: Any, operation: Any) -> Any:
         return _narrow(operation(_widen(a).data)) if _is_bf16(a) else originals["unary_op"](self, a, operation)
 
-    for replacement in (cast_impl, create_fp_to_fp, create_dot, binary_op, unary_op):
+    def get_bf16(self: Any, value: float) -> Any:
+        return _narrow(np.array([value], dtype=np.float32))
+
+    for replacement in (cast_impl, create_fp_to_fp, create_dot, binary_op, unary_op, get_bf16):
         setattr(builder, replacement.__name__, replacement)
 
 

@@ -85,8 +85,8 @@ def launch(
         INDPTR=indptr is not None, WORK_LIST=False,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False, **constants,
     )  # fmt: skip
-    # Few tokens: a program a head, so that more of the GPU takes part.
-    block_h = 1 if num_tokens * spec.num_q_heads <= 4096 else 8
+    # A program a head where few tokens would leave most of the GPU idle.
+    block_h = 8 if num_tokens * triton.cdiv(spec.num_q_heads, 8) >= num_processors(q.device) else 1
     sinks, v_scale = tensors.sinks, tensors.v_scale
     reduce_kernel[(num_tokens, triton.cdiv(spec.num_q_heads, block_h))](
         acc, ml, out, lse if lse is not None else acc, tensors.seq_lens, tensors.cu_seqlens_q,

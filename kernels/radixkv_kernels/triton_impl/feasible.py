@@ -12,24 +12,23 @@ SHARED_LIMIT_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 1
 
 
 def candidates(arch: str, key: Key) -> Iterator[Config]:
-    """Tile shapes worth trying, best guess first: large KV tiles and whole value heads before small and sliced ones."""
+    """Tile shapes worth trying, best guess first: whole value heads before slices (which compute scores again), large
+    KV tiles before small ones, deep pipelines before shallow ones."""
     if key.dtype == "fp32":
-        for block_v in (64, 32):
-            yield Config(16, 32, min(key.head_block, block_v), 4, 2, "ieee")
+        for block_v in dict.fromkeys(min(key.head_block, v) for v in (64, 32)):
+            yield Config(16, 32, block_v, 4, 2, "ieee")
         yield Config(16, 16, 32, 4, 1, "ieee")
         return
     for block_v in dict.fromkeys(min(key.head_block, v) for v in (128, 64, 32)):
-        for block_m, warps in row_tiles(arch):
-            # mma.sync lays warps along M only where a tile has at least as many rows as value columns.
-            if not arch.startswith(("sm_90", "sm_100")) and block_m < block_v:
-                continue
-            for block_n in (128, 64, 32, 16):
-                for stages in (3, 2, 1):
+        for block_n, stages in ((128, 2), (64, 3), (64, 2), (32, 3), (32, 2), (16, 3), (16, 2), (32, 1)):
+            for block_m, warps in row_tiles(arch):
+                # mma.sync lays warps along M only where a tile has at least as many rows as value columns.
+                if arch.startswith(("sm_90", "sm_100")) or block_m >= block_v:
                     yield Config(block_m, block_n, block_v, warps, stages, "tf32")
 
 
 def row_tiles(arch: str) -> tuple[tuple[int, int], ...]:
-    """(rows, warps) of a tile, 16 rows a warp: 64 for decode's sake where 128 are not needed."""
+    """(rows, warps) of a tile, 16 rows a warp: 64 rows first, for decode's sake, except where they always spill."""
     return ((128, 8), (64, 4)) if arch == "sm_100" else ((64, 4), (128, 8))
 
 
@@ -56,7 +55,7 @@ def compile_variant(arch: str, variant: Variant) -> Report:
 
 def feasible(arch: str, key: Key, config: Config) -> bool:
     """Whether every variant of an entry compiles for arch without a problem. Stops at the first that does not."""
-    for variant in attention_variants(key, config):
+    for variant in reversed(list(attention_variants(key, config))):  # the last is the likeliest to spill
         if problems(arch, variant, compile_variant(arch, variant)):
             return False
     return True

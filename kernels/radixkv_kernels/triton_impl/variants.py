@@ -11,7 +11,7 @@ from typing import Any
 
 import triton
 
-from . import attention_kernel, reduce_kernel
+from . import attention_kernel, cache_kernels, merge_kernel, reduce_kernel
 from .config import Config, Key
 
 
@@ -105,6 +105,39 @@ def reduce_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
         pointers = dict.fromkeys(floats, "*fp32") | {"out_ptr": f"*{dtype}"}
         types = argument_types(kernel, constants, pointers)
         yield Variant(f"reduce {block_h} heads", kernel, types, constants, reduce_warps(block_h), 3, False)
+
+
+def cache_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
+    """store_kv into a cache of dtype and into an fp8 one, copy_blocks and merge_states."""
+    block = triton.next_power_of_2(head_dim)
+    unit_strides = dict.fromkeys(("stride_k_dim", "stride_v_dim", "stride_kc_dim", "stride_vc_dim"), 1)
+    kernel = cache_kernels.store_kernel
+    for fp8 in (False, True):
+        constants: dict[str, Any] = unit_strides | {
+            "BLOCK_SIZE": 16,
+            "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": head_dim,
+            "BLOCK_H": 8,
+            "BLOCK_D": block,
+            "BLOCK_V": block,
+            "FP8": fp8,
+            "K_SCALE": fp8,
+            "V_SCALE": fp8,
+        }
+        cache = "*u8" if fp8 else f"*{dtype}"
+        pointers = {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "k_cache_ptr": cache, "v_cache_ptr": cache}
+        pointers |= {"slot_mapping_ptr": "*i64", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
+        name = "store_kv fp8" if fp8 else "store_kv"
+        yield Variant(name, kernel, argument_types(kernel, constants, pointers), constants, 4, 1, False)
+    kernel = cache_kernels.copy_kernel
+    constants = {"stride_dim": 1, "HEAD_DIM": head_dim, "BLOCK_ROWS": 32, "BLOCK_D": block}
+    pointers = dict.fromkeys(("src_ptr", "dst_ptr", "num_tokens_ptr"), "*i64") | {"cache_ptr": f"*{dtype}"}
+    yield Variant("copy_blocks", kernel, argument_types(kernel, constants, pointers), constants, 4, 1, False)
+    kernel = merge_kernel.merge_kernel
+    constants = {"stride_outs_dim": 1, "stride_out_dim": 1, "V_HEAD_DIM": head_dim}
+    constants |= {"BLOCK_H": 8, "BLOCK_V": block, "LSE": True}
+    pointers = {"outs_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "lses_ptr": "*fp32", "lse_ptr": "*fp32"}
+    yield Variant("merge_states", kernel, argument_types(kernel, constants, pointers), constants, 4, 3, False)
 
 
 def reduce_warps(block_h: int) -> int:
