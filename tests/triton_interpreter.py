@@ -116,6 +116,9 @@ def _check_bounds(builder: Any) -> None:
         addresses = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)].astype(np.int64)
         if addresses.size == 0:
             return
+        lowest, highest = int(addresses.min()), int(addresses.max())
+        if any(first <= lowest and highest + size <= last for first, last in spans):
+            return
         inside = np.zeros(addresses.shape, bool)
         for first, last in spans:
             inside |= (addresses >= first) & (addresses + size <= last)
