@@ -104,7 +104,7 @@ def _scale(kind: str, value: float, num_kv_heads: int) -> float | Tensor | None:
 
 
 def plain_torch(call: dict[str, Any], problem: Problem) -> Tensor:
-    """The same attention as a few lines of torch in the call's dtype, a sequence at a time: [num_tokens, heads, dim]."""
+    """The same attention in a few lines of torch in the call's dtype, a sequence at a time: out."""
     dtype = problem.dtype
     scale = problem.head_dim**-0.5
     out = torch.zeros(call["out"].shape, dtype=dtype)

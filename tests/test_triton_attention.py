@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import triton_interpreter
 from attention_problems import FP8, Problem, pairwise, plain_torch, relative_error
+from radixkv_kernels import paged_attention, triton_impl
+from radixkv_kernels.triton_impl import attention
+from radixkv_kernels.triton_impl.config import Config
 
-triton_interpreter.install()
-
-from radixkv_kernels import paged_attention  # noqa: E402
-from radixkv_kernels import triton_impl  # noqa: E402
-from radixkv_kernels.triton_impl import attention  # noqa: E402
-from radixkv_kernels.triton_impl.config import Config  # noqa: E402
+pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
 LENGTHS = {
     "decode": ((1, 130, 0, 257), (1, 1, 1, 1)),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
-import triton_interpreter
 from attention_problems import Problem
+from radixkv_kernels import paged_attention, triton_impl
+from radixkv_kernels.triton_impl import attention
+from radixkv_kernels.triton_impl.config import Config
 
-triton_interpreter.install()
-
-from radixkv_kernels import paged_attention, triton_impl  # noqa: E402
-from radixkv_kernels.triton_impl import attention  # noqa: E402
-from radixkv_kernels.triton_impl.config import Config  # noqa: E402
+pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
 FEATURES = [
     {"dtype": torch.float32, "group": 3},
@@ -76,7 +75,7 @@ def test_whole_equals_chunked_and_cached_equals_new(features: dict[str, Any]) ->
     out, lse = attend(call)
     rng = random.Random(0)
     borders = [0, *sorted(rng.sample(range(1, length), 3)), length]
-    for first, last in zip(borders, borders[1:], strict=False):
+    for first, last in itertools.pairwise(borders):
         part, part_lse = attend(one_sequence(call, 0, first, last, 0, last))
         assert torch.equal(part, out[first:last]) and torch.equal(part_lse, lse[first:last])
     # All but the last token cached: a decode step.

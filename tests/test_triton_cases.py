@@ -12,18 +12,17 @@ import triton
 import triton.language as tl
 import triton_interpreter
 from attention_problems import FP8, Problem
-
-triton_interpreter.install()
-
-from radixkv_kernels import (  # noqa: E402
+from radixkv_kernels import (
     UnsupportedImplementation,
     copy_blocks,
     merge_states,
     paged_attention,
     store_kv,
 )
-from radixkv_kernels.triton_impl import attention  # noqa: E402
-from radixkv_kernels.triton_impl.numerics import decode_e4m3, encode_e4m3, tanh  # noqa: E402
+from radixkv_kernels.triton_impl import attention
+from radixkv_kernels.triton_impl.numerics import decode_e4m3, encode_e4m3, tanh
+
+pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
 
 def both(problem: Problem, **changes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -59,8 +59,7 @@ def _narrow(values: np.ndarray) -> Any:
 
 def _make_bf16_exact(builder: Any) -> None:
     originals = {
-        name: getattr(builder, name)
-        for name in ("cast_impl", "create_fp_to_fp", "create_dot", "binary_op", "unary_op")
+        name: getattr(builder, name) for name in ("cast_impl", "create_fp_to_fp", "create_dot", "binary_op", "unary_op")
     }
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:

@@ -6,9 +6,10 @@ Called by this package's `__init__`. The work, in two launches:
     reduce_kernel      grid (num_tokens, blocks of heads); folds them into out and lse
 
 Workspace, float32, allocated per call: acc [num_kv_heads, num_partials, num_tokens * group, v_head_dim] and ml
-[num_kv_heads, num_partials, num_tokens * group, value slices, 2]. num_partials is 1 where there are tiles enough to fill
-the GPU: a program then folds its tile's whole sequence. Otherwise num_splits programs share a tile, a partial a run of
-2,048 tokens or, for a short sequence, a cell of 128; the kernels decide which from seq_lens. No choice changes a bit.
+[num_kv_heads, num_partials, num_tokens * group, value slices, 2]. num_partials is 1 where there are tiles enough to
+fill the GPU: a program then folds its tile's whole sequence. Otherwise num_splits programs share a tile, a partial a
+run of 2,048 tokens or, for a short sequence, a cell of 128; the kernels decide which from seq_lens. No choice changes a
+bit.
 
 Nothing here synchronises, and equal shapes give equal grids and buffers, so a CUDA graph can capture a call.
 """

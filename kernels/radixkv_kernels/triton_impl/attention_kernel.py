@@ -19,8 +19,8 @@ from .numerics import CELL_SIZE, LOG2E, RUN_CELLS, decode_e4m3, finite_max, merg
 def find_sequence(cu_seqlens_q_ptr, num_seqs, target, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """The last sequence whose first tile is at or before `target`, in O(log num_seqs) loads.
 
-    Sequence s starts at tile cu_seqlens_q[s] * GROUP // BLOCK_M + s: an upper bound of the tiles before it that needs no
-    prefix sum. BLOCK_M = 0 searches tokens instead of tiles.
+    Sequence s starts at tile cu_seqlens_q[s] * GROUP // BLOCK_M + s: an upper bound of the tiles before it that needs
+    no prefix sum. BLOCK_M = 0 searches tokens instead of tiles.
     """
     low = 0
     high = num_seqs
@@ -106,12 +106,10 @@ def tile_items(
 
 
 @triton.jit
-def rows_range(
-    row0, num_rows, q_len, seq_len, window, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
-):
-    """Half-open range of KV positions that any of a sequence's flat rows [row0, row0 + num_rows) sees; (0, 0) if none."""
-    begin, first_end = visible_range(seq_len - q_len + row0 // GROUP, seq_len, window, CAUSAL, WINDOW)
-    last_begin, end = visible_range(seq_len - q_len + (row0 + num_rows - 1) // GROUP, seq_len, window, CAUSAL, WINDOW)
+def rows_range(row0, num_rows, q_len, seq_len, window, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Half-open range of KV positions that any of a sequence's rows [row0, row0 + num_rows) sees; (0, 0) if none."""
+    begin, _first_end = visible_range(seq_len - q_len + row0 // GROUP, seq_len, window, CAUSAL, WINDOW)
+    _last_begin, end = visible_range(seq_len - q_len + (row0 + num_rows - 1) // GROUP, seq_len, window, CAUSAL, WINDOW)
     some = (num_rows > 0) & (end > begin)
     return tl.where(some, begin, 0), tl.where(some, end, 0)
 
@@ -127,8 +125,8 @@ def fold_run(
 ):  # fmt: skip
     """Fold the cells of KV tiles [tile_begin, tile_end), all of one run: returns (m, l, acc).
 
-    q: [BLOCK_M, BLOCK_D]; row_begin, row_end: [BLOCK_M] int32, what each row sees. One flat loop over tiles that folds at
-    the end of a cell: a nest of two loops that both carry accumulators spills.
+    q: [BLOCK_M, BLOCK_D]; row_begin, row_end: [BLOCK_M] int32, what each row sees. One flat loop over tiles that folds
+    at the end of a cell: a nest of two loops that both carry accumulators spills.
     """
     TILES_PER_CELL: tl.constexpr = CELL_SIZE // BLOCK_N
     offs_n = tl.arange(0, BLOCK_N)
@@ -204,10 +202,7 @@ def attention_kernel(
     offs_v = v_slice * BLOCK_V + tl.arange(0, BLOCK_V)
     # The score is q . k * scale * k_scale, times log2(e) for exp2; with a soft cap that factor comes after the tanh.
     qk_scale = scale * tl.load(k_scale_ptr + kv_head * stride_k_scale)
-    if SOFTCAP:
-        qk_scale = tl.math.div_rn(qk_scale, softcap)
-    else:
-        qk_scale = qk_scale * LOG2E
+    qk_scale = tl.math.div_rn(qk_scale, softcap) if SOFTCAP else qk_scale * LOG2E
 
     if WORK_LIST:
         seq = 0
@@ -226,8 +221,8 @@ def attention_kernel(
         item_begin += tl.program_id(0) % num_splits
         item_step = num_splits
 
-    # One step a run of an item. Nothing may be hoisted out of this loop: it would live in registers all through the tile
-    # loop, and spill. For the same reason no name from before it but these two is assigned in it.
+    # One step a run of an item. Nothing may be hoisted out of this loop: it would live in registers all through the
+    # tile loop, and spill. For the same reason no name from before it but these two is assigned in it.
     item = item_begin
     run = 0
     while tl.condition(item < item_end, disable_licm=True):

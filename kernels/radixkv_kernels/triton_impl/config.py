@@ -80,9 +80,8 @@ def read_table(path: pathlib.Path) -> Table:
 
 def write_table(path: pathlib.Path, table: Table) -> None:
     """Writes a table, one entry a line, sorted by key."""
-    rows = [
-        json.dumps(dataclasses.asdict(key) | dataclasses.asdict(config)) for key, config in sorted(table.entries.items())
-    ]
+    entries = sorted(table.entries.items())
+    rows = [json.dumps(dataclasses.asdict(key) | dataclasses.asdict(config)) for key, config in entries]
     head = {
         "arch": table.arch,
         "serves": list(table.serves),

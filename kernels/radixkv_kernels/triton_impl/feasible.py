@@ -8,7 +8,14 @@ from .compile import Report, compile_kernel
 from .config import Config, Key
 from .variants import Variant, attention_variants
 
-SHARED_LIMIT_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10, "gfx942": 64 << 10}
+SHARED_LIMIT_BYTES = {
+    "sm_80": 163 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+    "gfx942": 64 << 10,
+}
+"""What one program may have at most."""
 
 
 def candidates(arch: str, key: Key) -> Iterator[Config]:

@@ -28,10 +28,10 @@ def finite_max(m):
 
 @triton.jit
 def merge(m_a, l_a, acc_a, m_b, l_b, acc_b, UNIT: tl.constexpr):
-    """Merge partial b into partial a, the only merge formula of the package; the identity on either side changes nothing.
+    """Merge partial b into partial a, the only merge formula of the package; the identity on a side changes nothing.
 
-    m_a, l_a, m_b, l_b: [M] float32; acc_a, acc_b: [M, D] float32. m is in units of 1/UNIT bits: UNIT is 1.0 where scores
-    carry a factor log2(e), LOG2E where they are natural. Returns the merged (m, l, acc). 3 operations per element.
+    m_a, l_a, m_b, l_b: [M] float32; acc_a, acc_b: [M, D] float32. m is in units of 1/UNIT bits: UNIT is 1.0 where
+    scores carry a factor log2(e), LOG2E where they are natural. Returns the merged (m, l, acc).
     """
     m = tl.maximum(m_a, m_b)
     safe = finite_max(m)
@@ -67,12 +67,12 @@ def decode_e4m3(code, DTYPE: tl.constexpr):
     """uint8 e4m3 codes -> values in DTYPE (float16, bfloat16 or float32), exactly; 0x7f and 0xff give NaN."""
     # The exponent and mantissa bits are moved where DTYPE has them; a power of two then corrects the bias, also for
     # subnormals. Sixteen bits wide where DTYPE is: half the registers.
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         wide = code.to(tl.uint32)
         value = (((wide & 0x7F) << 20) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
         wide = code.to(tl.uint16)
-        if DTYPE == tl.float16:
+        if tl.float16 == DTYPE:
             value = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
         else:
             value = (((wide & 0x7F) << 4) | ((wide & 0x80) << 8)).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36

@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: kernels can't be compiled in this process")
     for arch in options.arch:
-        write_table(CONFIG_DIR / f"{arch}.json", build_table(arch, lambda line: print(line, file=sys.stderr, flush=True)))
+        table = build_table(arch, lambda line: print(line, file=sys.stderr, flush=True))
+        write_table(CONFIG_DIR / f"{arch}.json", table)
     return 0
 
 
