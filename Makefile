@@ -1,0 +1,40 @@
+# Everything runs in a virtual environment of its own; only Python (3.11 or later) and make are needed.
+#   make compare                          the comparison on the embedded workload, under a minute
+#   make compare ARGS="--trace my.jsonl"  on a trace of your own; ARGS="--help" tells the rest
+#   make test                             the tests;  make test-slow  the long ones;  make lint  style and types
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/ready
+ARGS ?=
+
+.PHONY: compare index-cost test test-slow lint format clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+compare: $(READY)
+	$(BIN)/python -m experiments.compare $(ARGS)
+
+index-cost: $(READY)
+	$(BIN)/python -m experiments.index_cost $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) results build *.egg-info

@@ -1,0 +1,1 @@
+"""One script a question. Run one with `python -m experiments.NAME --help`."""

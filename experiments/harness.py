@@ -1,0 +1,132 @@
+"""What every experiment shares: where it ran, results as JSON, tables, progress, the look of the plots."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+try:
+    import matplotlib
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ImportError as error:
+    raise ImportError(f"the experiments need {error.name}: pip install 'radixkv[experiments]'") from error
+
+console = Console()
+if console.width < 124:
+    console = Console(width=124)  # a table with its columns squeezed away says nothing; let the terminal wrap
+
+Row = dict[str, Any]
+
+
+def environment() -> Row:
+    """Returns what a figure depends on besides its config: commit, versions, machine, UTC time."""
+    packages = ("radixkv", "torch", "triton", "numpy", "sortedcontainers")
+    return {
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "versions": {name: found for name in packages if (found := _version(name))},
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "num_cores": os.cpu_count(),
+        "device": "cpu",
+    }
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""  # not a checkout
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def save(out: Path, name: str, config: Mapping[str, Any], rows: Sequence[Row]) -> Path:
+    """Writes out/name.json with config, environment and rows; whole or not at all. Returns its path."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    unfinished = path.with_suffix(".json.part")
+    unfinished.write_text(json.dumps({"config": config, "environment": environment(), "rows": rows}, indent=1) + "\n")
+    unfinished.replace(path)
+    return path
+
+
+def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+    """Prints rows as a table.
+
+    Args:
+        columns: heading -> a format of the row's fields, such as "{hit_rate:.1%}".
+    """
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE, padding=(0, 1)
+    )
+    for heading in columns:
+        is_text = heading in ("trace", "cache", "operation")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, overflow="fold")
+    for row in rows:
+        table.add_row(*(form.format(**row) for form in columns.values()))
+    console.print(table)
+
+
+@contextmanager
+def progress(title: str, total: int | None) -> Iterator[Progress]:
+    """Shows a bar while the block runs; `bar.advance(bar.task_ids[0])` moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
+        bar.add_task(title, total=total)
+        yield bar
+
+
+def pyplot() -> Any:
+    """Returns matplotlib's pyplot, without a display, in this package's look."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update(
+        {
+            "figure.figsize": (8, 4.5),
+            "figure.dpi": 130,
+            "savefig.bbox": "tight",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.25,
+            "legend.frameon": False,
+            "font.size": 10,
+        }
+    )
+    return plt
+
+
+def fail(message: str) -> None:
+    """Ends the script with a message and exit code 2, as argparse does."""
+    print(f"{Path(sys.argv[0]).stem}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,1 @@
+"""The calls in other packages' shapes: `transformers` (register), `flash_attn`, `flashinfer`. Imports nothing."""

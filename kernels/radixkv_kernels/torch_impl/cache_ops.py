@@ -1,0 +1,47 @@
+"""Writes into the paged cache: new tokens, and rows of partly matching blocks. Called through this package."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """See `interface.py`. O(num_tokens)."""
+    keep = slot_mapping >= 0
+    all_kept = bool(keep.all()) if slot_mapping.device.type == "cpu" else False
+    slots = slot_mapping if all_kept else slot_mapping[keep]
+    block_size = k_cache.shape[1]
+    blocks, offsets = torch.div(slots, block_size, rounding_mode="floor"), slots % block_size
+    for values, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        kept = values if all_kept else values[keep]
+        if scale is not None:
+            kept = kept.float() / scale[:, None]
+        _put(cache, blocks, offsets, kept)
+
+
+def _put(cache: Tensor, blocks: Tensor, offsets: Tensor, values: Tensor) -> None:
+    if cache.dtype == torch.float8_e4m3fn:
+        limit = torch.finfo(cache.dtype).max
+        quantised = values.float().clamp(-limit, limit).to(cache.dtype)
+        cache.view(torch.uint8)[blocks, offsets] = quantised.view(torch.uint8)
+    else:
+        cache[blocks, offsets] = values.to(cache.dtype)
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
+    """See `interface.py`. O(sum of num_tokens)."""
+    counts = num_tokens.tolist()
+    pairs = list(zip(src.tolist(), dst.tolist(), counts, strict=True))
+    for cache in (k_cache, v_cache):
+        for a, b, n in pairs:
+            if n:
+                cache[b, :n].copy_(cache[a, :n])

@@ -1,0 +1,109 @@
+"""One sequence with many rows: prefill and long chunks. Called by `attention.py`.
+
+A run's KV is gathered once; tiles of rows then fold its cells while both are in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cells import CELL_SIZE, RUN_CELLS, RowBounds, cell_partials
+from .gather import CacheReader, units_of, zero_outside
+from .rows import Job
+from .state import State
+
+TILE_ROWS = 1024
+
+
+@dataclass(slots=True)
+class _Tile:
+    """Some rows of the sequence; `state` grows run by run."""
+
+    rows: Tensor
+    """[1, tokens] int64, rows of q."""
+    q: Tensor
+    """[1, num_kv_heads, rows, head_dim] compute_dtype."""
+    bounds: RowBounds
+    lo: int
+    """First key that some row sees; hi: one past the last; all rows see all keys of [full_lo, full_hi)."""
+    hi: int
+    full_lo: int
+    full_hi: int
+    state: State | None = None
+
+
+def attend_wide(job: Job, seq: int) -> None:
+    """All rows of one sequence; writes out and lse. O(q_len * visible keys)."""
+    tiles = _tiles(job, seq)
+    device = job.tensors.q.device
+    lo, hi = min(t.lo for t in tiles), max(t.hi for t in tiles)
+    run_tokens = CELL_SIZE * RUN_CELLS
+    for first in range(lo // run_tokens * run_tokens, hi, run_tokens) if hi > lo else ():
+        a, b = max(lo, first), min(hi, first + run_tokens)
+        cells = np.arange(a // CELL_SIZE, (b - 1) // CELL_SIZE + 1) * CELL_SIZE
+        k, v = (_gather(job, seq, reader, cells, a, b) for reader in (job.k_reader, job.v_reader))
+        for tile in tiles:
+            _fold_run(job, tile, cells, k, v)
+    for tile in tiles:
+        padded = tile.q.shape[2]
+        state = tile.state or State.empty((1, job.spec.num_kv_heads, padded), job.spec.v_head_dim, device)
+        out, lse = state.finish(job.sinks_of_rows(padded), job.v_scale_of_rows())
+        job.write(tile.rows, out, lse)
+
+
+def _tiles(job: Job, seq: int) -> list[_Tile]:
+    q_len, device = int(job.q_len[seq]), job.tensors.q.device
+    step = max(1, TILE_ROWS // job.spec.group_size)
+    tiles = []
+    for start in range(0, q_len, step):
+        token = np.arange(start, min(q_len, start + step))[None, :]
+        lo, hi, position = job.visible(np.array([[seq]]), token)
+        rows = torch.from_numpy(job.q_start[seq] + token).to(device)
+        tiles.append(
+            _Tile(
+                rows,
+                job.query_rows(rows),
+                job.bounds(lo, hi, position),
+                int(lo.min()),
+                int(hi.max()),
+                int(lo.max()),
+                int(hi.min()),
+            )
+        )
+    return tiles
+
+
+def _gather(job: Job, seq: int, reader: CacheReader, cells: np.ndarray, lo: int, hi: int) -> Tensor:
+    """Cells of one run [cells, num_kv_heads, CELL_SIZE, dim], zero outside of [lo, hi)."""
+    first = torch.from_numpy(cells).to(job.tensors.q.device)
+    n = len(cells)
+    index, offsets = units_of(reader, first, first.clamp_min(lo), (first + CELL_SIZE).clamp_max(hi))
+    blocks = job.tensors.block_ids[int(job.block_start[seq]) + index].long()
+    gathered = reader.read(reader.index(blocks, offsets))
+    zero_outside(gathered, cells.tolist(), [lo] * n, [hi] * n)
+    return gathered
+
+
+def _fold_run(job: Job, tile: _Tile, cells: np.ndarray, k: Tensor, v: Tensor) -> None:
+    """Folds the cells of one run that the tile sees, then the run."""
+    run: State | None = None
+    for i, first in enumerate(cells.tolist()):
+        if first >= tile.hi or first + CELL_SIZE <= tile.lo:
+            continue
+        masked = first < tile.full_lo or first + CELL_SIZE > tile.full_hi
+        at = torch.tensor([first], device=k.device)
+        part = cell_partials(job.math, tile.q, k[i : i + 1], v[i : i + 1], at, tile.bounds, masked)
+        if run is None:
+            run = State.first(*part)
+        else:
+            run.fold_cell(*part)
+    if run is None:
+        return
+    if tile.state is None:
+        tile.state = run
+    else:
+        tile.state.fold_state(run)

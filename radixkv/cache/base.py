@@ -1,0 +1,202 @@
+"""The one contract of every prefix cache. Token ids and block ids only: no tensors, no requests, no allocator.
+
+Called by `radixkv.kv_manager`, and by anyone who brings an allocator of his own. Who owns a block: the cache owns what
+was inserted and not yet evicted or withdrawn; everything else is the caller's.
+
+One step, in order::
+
+    lease = cache.acquire(token_ids[:-1])       # the longest match, pinned
+    ...                                         # the caller allocates blocks for the rest, evicting where needed
+    cache.insert(lease, token_ids_after_the_lease, block_ids)   # publish, when the step that fills them is scheduled
+    cache.commit()                              # the step has run (or: cache.withdraw(), it has failed)
+    cache.release(lease, tail)                  # the request has ended
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from radixkv.cache.namespace import Namespace
+from radixkv.tokens import TokenIds, pack
+
+Blocks = np.ndarray  # [n] int32 block ids
+NO_BLOCKS: Blocks = np.empty(0, np.int32)
+NO_BLOCKS.flags.writeable = False
+NO_DUPLICATES: Blocks = np.empty((0, 2), np.int32)
+NO_DUPLICATES.flags.writeable = False
+
+MAX_BLOCK_SIZE = 1024
+
+
+class CacheCorruption(AssertionError):
+    """An invariant of a cache does not hold: a fault in the cache, or blocks inserted twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A cached block of which the first `num_tokens` tokens agree with the tokens after a lease's end."""
+
+    block_id: int
+    num_tokens: int
+
+
+class Tail(NamedTuple):
+    """A partly filled last block: the tokens after the lease's end, fewer than a block, and the block they are in."""
+
+    token_ids: TokenIds
+    block_id: int
+
+
+class CacheSizes(NamedTuple):
+    """Blocks held by a cache: those some lease pins, and those that `evict` could hand out."""
+
+    pinned: int
+    evictable: int
+
+
+class Lease:
+    """A pinned match and a cursor: `insert` and `advance` go on from its end. Made by `acquire`, ended by `release`.
+
+    Attributes:
+        num_tokens: full-block tokens from position 0 that the lease pins; grows with `advance` and `insert`, and
+            shrinks only by `withdraw`.
+        block_ids: [num_tokens at acquire / block_size] int32, what `acquire` matched.
+        partial: a partial match of the next block, its source pinned until `unpin_partial` or `release`; or None.
+        namespace: as given to `acquire`.
+    """
+
+    __slots__ = ("block_ids", "cursor", "namespace", "num_tokens", "partial", "released", "source")
+
+    def __init__(self, cursor: Any, num_tokens: int, block_ids: Blocks, namespace: Namespace | None) -> None:
+        self.cursor = cursor  # the cache's own: where the lease ends
+        self.source: Any = None  # the cache's own: what the partial match pins
+        self.num_tokens = num_tokens
+        self.block_ids = block_ids
+        self.partial: Partial | None = None
+        self.namespace = namespace
+        self.released = False
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"partial={self.partial}"
+        return f"Lease(num_tokens={self.num_tokens}, {state})"
+
+
+class PrefixCache(Protocol):
+    """What every cache does. token_ids may be packed bytes (no cost) or anything `radixkv.tokens.pack` takes."""
+
+    block_size: int
+    partial_blocks: bool  # whether matches go on into a block, and tails are kept
+
+    def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
+        """Returns how many of these tokens are cached, a partial block's included. Changes nothing at all."""
+        ...
+
+    def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> Lease:
+        """Pins the longest match. The cache never caps it: pass `token_ids[:-1]` where one token must be computed."""
+        ...
+
+    def advance(self, lease: Lease, token_ids: TokenIds) -> Blocks:
+        """Matches on from the lease's end; token_ids are those after it. Returns the blocks that the lease gained."""
+        ...
+
+    def insert(self, lease: Lease, token_ids: TokenIds, block_ids: Any) -> Blocks:
+        """Publishes the full blocks after the lease's end, and moves the lease there.
+
+        Args:
+            lease: of this request.
+            token_ids: the tokens after the lease's end; an incomplete last block is ignored.
+            block_ids: [>= len(token_ids) // block_size] the blocks that hold them.
+
+        Returns:
+            Duplicates, [d, 2] int32 rows of (caller's, cached): for the first d blocks the cache already held the
+            same tokens. It keeps its own; the caller keeps his, and should use the cache's.
+        """
+        ...
+
+    def unpin_partial(self, lease: Lease) -> None:
+        """Lets go of the source of a partial match: the copy has run, or there is no room for it."""
+        ...
+
+    def release(self, lease: Lease, tail: Tail | None = None) -> None:
+        """Ends the lease, exactly once. Stamps recency on what nobody pins any longer.
+
+        Args:
+            tail: the request's last block, partly filled and already computed. From here on the cache owns it,
+                whether it can use it or not; a cache without partial blocks refuses it (ValueError).
+        """
+        ...
+
+    def cancel(self, lease: Lease) -> None:
+        """Ends a lease as if it had never been acquired: nothing is stamped. Not after `insert` or `advance`."""
+        ...
+
+    def commit(self) -> None:
+        """The step's KV is computed: what was inserted since the last commit can be copied from, and is announced."""
+        ...
+
+    def withdraw(self) -> Blocks:
+        """Undoes every insert since the last commit, and cuts back the leases that end there.
+
+        Returns the blocks taken out; they are their inserters' again.
+        """
+        ...
+
+    def evict(self, num_blocks: int) -> Blocks:
+        """Gives up unpinned blocks, leaf first, tail first; never more than asked, fewer where fewer are unpinned."""
+        ...
+
+    def subscribe(self, callback: Callable[[int, Any], None]) -> Callable[[], None]:
+        """Announces to `callback(number, event)` what the cache holds, and from then on what changes.
+
+        Events are those of `radixkv.cache.events`, numbered from 0 for each subscriber. Returns what ends it.
+        """
+        ...
+
+    @property
+    def sizes(self) -> CacheSizes: ...
+
+    @property
+    def num_superseded_blocks(self) -> int:
+        """Of the evictable blocks, those of no use any more. They are the first that `evict` gives up."""
+        ...
+
+    def check(self) -> None:
+        """Asserts every invariant. Raises CacheCorruption. O(everything); for tests."""
+        ...
+
+
+def check_block_size(block_size: int) -> int:
+    """Returns block_size; raises ValueError unless it is a whole number of 1 to 1024 tokens."""
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or not 1 <= block_size <= MAX_BLOCK_SIZE:
+        raise ValueError(f"block_size: expected an int in 1..{MAX_BLOCK_SIZE}, got {block_size!r}")
+    return block_size
+
+
+def check_count(name: str, value: int) -> int:
+    """Returns value; raises ValueError that names it unless it is an int >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise ValueError(f"{name}: expected an int >= 0, got {value!r}")
+    return int(value)
+
+
+def check_live(lease: Lease) -> None:
+    """Raises ValueError if the lease was released already."""
+    if lease.released:
+        raise ValueError(f"lease: expected one that is still held, got {lease!r}")
+
+
+def pack_blocks(block_ids: Any, num_blocks: int) -> bytes:
+    """Packs the first num_blocks of block_ids into int32 bytes.
+
+    Raises:
+        ValueError: there are fewer, or an id is negative or no int32.
+    """
+    try:
+        packed = pack(block_ids[:num_blocks])
+    except ValueError as error:
+        raise ValueError(str(error).replace("token_ids", "block_ids")) from None
+    if len(packed) != 4 * num_blocks:
+        raise ValueError(f"block_ids: expected at least {num_blocks}, got {len(packed) // 4}")
+    return packed

@@ -1,0 +1,334 @@
+"""FlatHashCache: a flat map from chained block hashes to blocks, by vLLM's rules. The baseline that people run.
+
+Called by `radixkv.kv_manager` under the contract of `radixkv.cache.base`. The rules (vLLM, automatic prefix caching,
+`vllm/v1/core/block_pool.py`): full blocks only; a lookup stops at the first miss; blocks of equal content are all kept;
+a block that nobody references waits in a queue, where a hit takes it out again and eviction takes the first. vLLM's one
+free queue is, in this order, the allocator's free blocks (never hashed) and this cache's queue.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from radixkv.cache.base import (
+    NO_BLOCKS,
+    NO_DUPLICATES,
+    Blocks,
+    CacheCorruption,
+    CacheSizes,
+    Lease,
+    Tail,
+    check_block_size,
+    check_count,
+    check_live,
+    pack_blocks,
+)
+from radixkv.cache.block_content import BlockContents
+from radixkv.cache.block_map import BlockMap
+from radixkv.cache.events import Callback, EventEmitter
+from radixkv.cache.free_queue import FreeQueue
+from radixkv.cache.hashing import CRYPTOGRAPHIC, BlockHasher, Parts
+from radixkv.cache.namespace import Namespace, parts
+from radixkv.tokens import TOKEN_BYTES, TokenIds, pack, unpack
+
+
+class _Cursor:
+    """Where a lease stands: the blocks it pins, and the hash of the first block that missed, if that is known."""
+
+    __slots__ = ("blocks", "missed_hash", "missed_tokens", "parts")
+
+    def __init__(self, found: Parts) -> None:
+        self.blocks: list[int] = []
+        self.parts = found
+        self.missed_hash: bytes | None = None
+        self.missed_tokens = b""
+
+
+class FlatHashCache:
+    """A prefix cache keyed by the hash of each full block and all before it.
+
+    Attributes:
+        partial_blocks: False, always.
+        hash_ns: time spent hashing, in the unit of `clock_ns`, since the cache was made. Counts the test that ends a
+            lookup at the first miss, and nothing else of it.
+        num_collisions: hits refused because the block held something else under the same hash (`verify=True` only).
+    """
+
+    partial_blocks = False
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        hash_algorithm: str = "sha256",
+        verify: bool = False,
+        digest_bits: int | None = None,
+        accept_collisions: bool = False,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """Makes an empty cache.
+
+        Args:
+            block_size: tokens per block.
+            hash_algorithm: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor".
+            verify: keep every block's tokens and serve it only where they agree, whatever the hash says.
+            digest_bits: cut digests to so many bits; None keeps them whole.
+            accept_collisions: an unverified hash that somebody can make collide may hand one request another's KV.
+                Whoever wants that says so.
+            clock_ns: what `hash_ns` is measured with.
+
+        Raises:
+            ValueError: a bad argument; a hash that is not cryptographic, or is cut, without verify or acceptance.
+            ImportError: the hash's library is not installed.
+        """
+        self.block_size = check_block_size(block_size)
+        self._hasher = BlockHasher(hash_algorithm, block_size, digest_bits=digest_bits)
+        if (hash_algorithm not in CRYPTOGRAPHIC or digest_bits is not None) and not (verify or accept_collisions):
+            cut = "" if digest_bits is None else f" cut to {digest_bits} bits"
+            raise ValueError(
+                f"accept_collisions: expected True (or verify=True) with {hash_algorithm}{cut}, got {accept_collisions}"
+            )
+        self.verify = verify
+        self.hash_ns = 0
+        self.num_collisions = 0
+        self._clock_ns = clock_ns
+        self._block_bytes = TOKEN_BYTES * block_size
+        self._map = BlockMap()
+        self._queue = FreeQueue()
+        self._leases: dict[Lease, None] = {}
+        self._fresh: dict[int, None] = {}  # blocks inserted since the last commit, in order
+        self._contents = BlockContents(block_size) if verify else None
+        self._events = EventEmitter(block_size, self._hasher)
+
+    def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
+        """Returns how many tokens of full blocks are cached. Changes nothing (but `hash_ns`). O(match), hashed."""
+        num_collisions = self.num_collisions
+        matched = self._match(_Cursor(parts(namespace)), pack(token_ids))
+        self.num_collisions = num_collisions
+        return len(matched) * self.block_size
+
+    def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> Lease:
+        """Pins the longest match of full blocks. Cost: O(match); hashes the match and one block more."""
+        cursor = _Cursor(parts(namespace))
+        cursor.blocks = blocks = self._match(cursor, pack(token_ids))
+        self._queue.pin(blocks)
+        lease = Lease(cursor, len(blocks) * self.block_size, np.array(blocks, np.int32), namespace)
+        self._leases[lease] = None
+        return lease
+
+    def advance(self, lease: Lease, token_ids: TokenIds) -> Blocks:
+        """Matches on from the lease's end. Cost: O(new match); a block that missed before is not hashed again."""
+        cursor = self._cursor(lease)
+        blocks = self._match(cursor, pack(token_ids))
+        if not blocks:
+            return NO_BLOCKS
+        self._queue.pin(blocks)
+        cursor.blocks += blocks
+        lease.num_tokens += len(blocks) * self.block_size
+        return np.array(blocks, np.int32)
+
+    def insert(self, lease: Lease, token_ids: TokenIds, block_ids: Any) -> Blocks:
+        """Publishes the full blocks after the lease's end; blocks of equal content are kept beside those cached.
+
+        Returns:
+            No duplicates, ever.
+
+        Raises:
+            ValueError: bad tokens or blocks, too few blocks, a block given twice or cached already. Changes nothing.
+
+        Cost: O(tokens inserted).
+        """
+        cursor = self._cursor(lease)
+        packed = pack(token_ids)
+        num_blocks = len(packed) // self._block_bytes
+        ids = unpack(pack_blocks(block_ids, num_blocks)).tolist()
+        if len(set(ids)) != num_blocks or not self._map.hash_of.keys().isdisjoint(ids):
+            twice = next(block for i, block in enumerate(ids) if block in self._map.hash_of or block in ids[:i])
+            raise ValueError(f"block_ids: expected blocks that are not cached yet, each once, got {twice}")
+        if not num_blocks:
+            return NO_DUPLICATES
+        began = self._clock_ns()
+        hashes = list(self._hashes(cursor, packed))
+        self.hash_ns += self._clock_ns() - began
+        if self._contents is not None:
+            self._contents.keep(self._map, cursor.blocks, hashes, packed, cursor.parts, ids)
+        self._map.add(hashes, ids)
+        self._queue.pin(ids)
+        self._fresh.update(dict.fromkeys(ids))
+        cursor.blocks += ids
+        cursor.missed_hash = None
+        lease.num_tokens += num_blocks * self.block_size
+        return NO_DUPLICATES
+
+    def unpin_partial(self, lease: Lease) -> None:
+        """Does nothing: there are no partial matches here."""
+        self._cursor(lease)
+
+    def release(self, lease: Lease, tail: Tail | None = None) -> None:
+        """Ends the lease. Blocks that nobody pins any longer join the queue, the last of the request first.
+
+        Raises:
+            ValueError: the lease was released already; a tail, because only full blocks are cached here.
+
+        Cost: O(blocks of the lease).
+        """
+        cursor = self._cursor(lease)
+        if tail is not None:
+            raise ValueError(f"tail: expected None from a cache of full blocks, got {tail!r}")
+        del self._leases[lease]
+        lease.released = True
+        self._queue.unpin(cursor.blocks)
+
+    def cancel(self, lease: Lease) -> None:
+        """Ends a lease as if it had never been acquired: the queue is in the order it would have had. O(blocks).
+
+        Raises:
+            ValueError: the lease was released already, or has grown since `acquire`.
+        """
+        cursor = self._cursor(lease)
+        if len(cursor.blocks) > len(lease.block_ids):
+            raise ValueError(f"lease: expected one that has not grown since acquire, got {lease!r}")
+        del self._leases[lease]
+        lease.released = True
+        self._queue.cancel(cursor.blocks)
+
+    def commit(self) -> None:
+        """The step's KV is computed: what was inserted is announced. O(1), O(inserted) while someone subscribes."""
+        if self._fresh:
+            if self._events.active:
+                assert self._contents is not None
+                self._contents.announce(self._fresh, self._events)
+            self._fresh = {}
+
+    def withdraw(self) -> Blocks:
+        """Takes out every block inserted since the last commit, and cuts back all leases to before the first of them.
+
+        Returns [n] int32, the newest first. A lease's `block_ids` stay as `acquire` set them. O(blocks of all leases).
+        """
+        fresh, self._fresh = self._fresh, {}
+        if not fresh:
+            return NO_BLOCKS
+        for lease in self._leases:
+            held = lease.cursor.blocks
+            keep = next((i for i, block in enumerate(held) if block in fresh), None)
+            if keep is not None:
+                self._queue.unpin(held[keep:])
+                del held[keep:]
+                lease.cursor.missed_hash = None
+                lease.num_tokens = keep * self.block_size
+        blocks = list(reversed(fresh))
+        self._queue.remove(blocks)
+        self._forget(blocks)
+        return np.array(blocks, np.int32)
+
+    def evict(self, num_blocks: int) -> Blocks:
+        """Gives up the first blocks of the queue, in order. Returns [<= num_blocks] int32. O(num_blocks)."""
+        blocks = self._queue.take(check_count("num_blocks", num_blocks))
+        self._forget(blocks)
+        if self._fresh:
+            for block in blocks:
+                self._fresh.pop(block, None)
+        if self._events.active:
+            self._events.removed(blocks)
+        return np.array(blocks, np.int32)
+
+    def subscribe(self, callback: Callback) -> Callable[[], None]:
+        """Announces what is committed to `callback(number, event)`, and from then on what changes.
+
+        Raises:
+            ValueError: the cache holds blocks whose tokens nobody asked it to keep: subscribe before the first insert,
+                or use verify=True. From the first subscription on, tokens are kept.
+        """
+        contents, hashed = self._contents, self._map.hash_of
+        if contents is None:
+            if hashed:
+                raise ValueError(
+                    f"subscribe: expected an empty cache or verify=True, got {len(hashed)} blocks without their tokens"
+                )
+            contents = self._contents = BlockContents(self.block_size)
+        committed = (block for block in hashed if block not in self._fresh)
+        return self._events.subscribe(callback, lambda: contents.announce(committed, self._events))
+
+    @property
+    def sizes(self) -> CacheSizes:
+        num_pinned = len(self._queue.num_pins)
+        return CacheSizes(num_pinned, len(self._map.hash_of) - num_pinned)
+
+    @property
+    def num_superseded_blocks(self) -> int:
+        return 0
+
+    def _cursor(self, lease: Lease) -> _Cursor:
+        check_live(lease)
+        if lease not in self._leases:
+            raise ValueError(f"lease: expected one that this cache gave, got {lease!r}")
+        return lease.cursor
+
+    def _hashes(self, cursor: _Cursor, packed: bytes) -> Iterator[bytes]:
+        """The hashes of the full blocks after the cursor, lazily; a block that missed there before is not rehashed."""
+        position = len(cursor.blocks) * self.block_size
+        if cursor.missed_hash is not None and packed.startswith(cursor.missed_tokens):
+            rest = memoryview(packed)[self._block_bytes :]
+            known = cursor.missed_hash
+            return chain((known,), self._hasher.chain(known, rest, cursor.parts, position + self.block_size))
+        parent = self._map.hash_of[cursor.blocks[-1]] if cursor.blocks else self._hasher.seed
+        return self._hasher.chain(parent, packed, cursor.parts, position)
+
+    def _match(self, cursor: _Cursor, packed: bytes) -> list[int]:
+        """Returns the cached blocks that go on from the cursor, and notes there the hash that missed."""
+        cached = self._map.held
+        hashes: list[bytes] = []
+        missed = None
+        # Hashing, and what is looked up by it, in two passes: two clock readings, and not two for each block.
+        began = self._clock_ns()
+        for block_hash in self._hashes(cursor, packed):
+            if block_hash not in cached:
+                missed = block_hash
+                break
+            hashes.append(block_hash)
+        self.hash_ns += self._clock_ns() - began
+        if self.verify:
+            assert self._contents is not None
+            blocks = self._contents.verify(self._map, cursor.blocks, hashes, packed, cursor.parts)
+            if len(blocks) < len(hashes):
+                missed = hashes[len(blocks)]
+                self.num_collisions += 1
+        else:
+            blocks = self._map.oldest(hashes)
+        cursor.missed_hash = missed
+        if missed is not None:
+            at = len(blocks) * self._block_bytes
+            cursor.missed_tokens = packed[at : at + self._block_bytes]
+        return blocks
+
+    def _forget(self, blocks: list[int]) -> None:
+        self._map.remove(blocks)
+        if self._contents is not None:
+            for block in blocks:
+                del self._contents[block]
+
+    def check(self) -> None:
+        """Asserts every invariant. Raises CacheCorruption. O(everything)."""
+        num_pins: dict[int, int] = {}
+        for lease in self._leases:
+            held = lease.cursor.blocks
+            _require(not lease.released, f"{lease} is registered")
+            _require(lease.num_tokens == len(held) * self.block_size, f"{lease} pins {len(held)} blocks")
+            for block in held:
+                num_pins[block] = num_pins.get(block, 0) + 1
+        pinned, waiting, hashed = self._queue.num_pins, self._queue.unpinned(), self._map.hash_of
+        _require(num_pins == pinned, "pins are not those of the leases")
+        _require(pinned.keys() | set(waiting) == hashed.keys(), "a block is neither pinned nor queued, or unhashed")
+        _require(self._fresh.keys() <= hashed.keys(), "a block that is gone counts as fresh")
+        self._map.check()
+        self._queue.check()
+        if self._contents is not None:
+            self._contents.check(hashed, self._hasher)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise CacheCorruption(otherwise)

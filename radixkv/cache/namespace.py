@@ -1,0 +1,130 @@
+"""Namespaces: what the KV of a token depends on, or must be kept apart by, besides the tokens before it.
+
+A request carries none (`None`), one, or a tuple of them. They are typed: an adapter named "x" is not a salt named "x".
+The radix tree folds a namespace into the tokens (`Interner`): the token at the position where it starts is replaced by
+a negative id that stands for (namespace, token), so one changed token separates all that follows, and everything before
+that position stays shared. The flat hash folds the same namespaces in as extra keys (`radixkv.cache.hashing`).
+"""
+
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from radixkv.tokens import TOKEN_BYTES, unpack
+
+_BYTE_ORDER = sys.byteorder
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """An adapter: all KV of the request depends on it. `version` tells reloads under one name apart."""
+
+    name: str
+    path: str = ""
+    version: int = 0
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Salt:
+    """A tenant, or any wish to be kept apart: nothing from token `start` on is shared with another salt."""
+
+    value: str
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """The content behind placeholder tokens `start` .. `start + length`, by its digest."""
+
+    digest: str
+    start: int
+    length: int
+
+
+Namespace = LoRA | Salt | Media | tuple[LoRA | Salt | Media, ...]
+
+
+def parts(namespace: Namespace | None) -> tuple[LoRA | Salt | Media, ...]:
+    """Returns the parts of a namespace, by where they start.
+
+    Raises:
+        ValueError: something that is no LoRA, Salt or Media, one with a negative start, or a Media without a token.
+    """
+    if namespace is None:
+        return ()
+    found = namespace if isinstance(namespace, tuple) else (namespace,)
+    for part in found:
+        if not isinstance(part, LoRA | Salt | Media):
+            raise ValueError(f"namespace: expected LoRA, Salt or Media, or a tuple of them, got {part!r}")
+        if part.start < 0:
+            raise ValueError(f"namespace: expected start >= 0, got {part!r}")
+        if isinstance(part, Media) and part.length < 1:
+            raise ValueError(f"namespace: expected length >= 1, got {part!r}")
+    return tuple(sorted(found, key=lambda part: (part.start, type(part).__name__, repr(part))))
+
+
+class Interner:
+    """Negative ids for (namespace, token) pairs; one per cache. Grows with the pairs ever seen, not with requests."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[Hashable, int], int] = {}
+        self._pairs: list[tuple[LoRA | Salt | Media, int]] = []
+
+    def mark(self, packed: bytes, namespace: Namespace, offset: int = 0, *, add: bool = True) -> bytes:
+        """Replaces the token at each part's start by the id of (part, token).
+
+        Args:
+            packed: [n] int32 packed tokens, the first of them at position `offset` of its request.
+            namespace: what to fold in.
+            add: whether an unknown pair gets an id. Where not, the tokens are cut before it: nothing there can match.
+
+        Cost: O(n) bytes copied once if any part starts in these tokens.
+        """
+        marked = bytearray(packed)
+        for part in parts(namespace):
+            at = (part.start - offset) * TOKEN_BYTES
+            if not 0 <= at < len(marked):
+                continue
+            token = int.from_bytes(marked[at : at + TOKEN_BYTES], _BYTE_ORDER, signed=True)
+            # Where a part starts is already said by the tokens before it; what it is, is what must be told apart.
+            pair = (replace(part, start=0), token)
+            known = self._ids.get(pair)
+            if known is None:
+                if not add:
+                    return bytes(marked[:at])
+                known = self._ids[pair] = -1 - len(self._pairs)
+                self._pairs.append((part, token))
+            marked[at : at + TOKEN_BYTES] = known.to_bytes(TOKEN_BYTES, _BYTE_ORDER, signed=True)
+        return bytes(marked)
+
+    def unmark(self, marked: bytes, offset: int = 0) -> tuple[bytes, tuple[LoRA | Salt | Media, ...]]:
+        """Undoes `mark`: returns the plain packed tokens, and the parts folded into them, with their starts.
+
+        Args:
+            marked: [n] int32 packed tokens, the first of them at position `offset` of its request.
+
+        Cost: O(n) in numpy.
+        """
+        tokens = unpack(marked)
+        negative = np.flatnonzero(tokens < 0).tolist()
+        if not negative:
+            return marked, ()
+        plain, found = tokens.copy(), []
+        for at in negative:
+            plain[at], inside = self.resolve(int(tokens[at]))
+            # The pair remembers where it was first met, which may be elsewhere in another request.
+            found += [replace(part, start=offset + at) for part in inside]
+        return plain.tobytes(), tuple(found)
+
+    def resolve(self, token: int) -> tuple[int, tuple[LoRA | Salt | Media, ...]]:
+        """Returns the token that a negative id stands for, and the namespace parts folded into it."""
+        return self._resolve(token, ())
+
+    def _resolve(self, token: int, outer: tuple) -> tuple[int, tuple[LoRA | Salt | Media, ...]]:
+        if token >= 0:
+            return token, outer
+        part, inner = self._pairs[-1 - token]
+        return self._resolve(inner, (part, *outer))

@@ -1,0 +1,276 @@
+"""RadixCache: a radix tree of token spans, so that requests which diverge partway share what they have in common.
+
+The structure is RadixAttention's (Zheng et al., SGLang, arXiv 2312.07104). What makes it quick in plain Python is said
+where it is done, in `tree.py` and `node.py`: packed spans compared by memcmp, growth in place, pins that stop at the
+first pinned ancestor, a leaf in the sorted set only while nobody holds it, recency stamped at release alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from radixkv.cache.base import (
+    NO_BLOCKS,
+    NO_DUPLICATES,
+    Blocks,
+    CacheSizes,
+    Lease,
+    Partial,
+    Tail,
+    check_block_size,
+    check_count,
+    check_live,
+    pack_blocks,
+)
+from radixkv.cache.events import Callback, EventEmitter
+from radixkv.cache.eviction import Policy, make_policy
+from radixkv.cache.namespace import Interner, Namespace
+from radixkv.cache.node import BLOCK_ID_BYTES, Node
+from radixkv.cache.radix_check import check_tree
+from radixkv.cache.tree import RadixTree
+from radixkv.tokens import TOKEN_BYTES, TokenIds, num_common_tokens, pack
+
+
+class RadixCache:
+    """A prefix cache over a radix tree (see `radixkv.cache.base` for the contract of every method).
+
+    Args:
+        block_size: tokens in a block, 1 to 1024.
+        partial_blocks: share to the token at any block size: matches report how far the next block agrees, and
+            released requests may leave a partly filled last block.
+        policy: name of an eviction policy, or one of your own (`radixkv.cache.eviction`).
+
+    Cost: `peek` and `acquire` about a memcmp of the match plus O(nodes on the path); `insert` O(tokens after the
+    lease); `release` O(nodes let go * log leaves); `evict` O(leaves taken * log leaves), at any number of leaves.
+    """
+
+    def __init__(self, block_size: int = 16, *, partial_blocks: bool = True, policy: str | Policy = "lru") -> None:
+        self.block_size = check_block_size(block_size)
+        self.partial_blocks = partial_blocks and block_size > 1
+        self.tree = RadixTree(block_size, make_policy(policy))
+        self._interner = Interner()
+        self._moved: list[Lease] = []  # leases moved while there were blocks not committed
+        self._events = EventEmitter(block_size)
+
+    # ---- matching
+
+    def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
+        key = pack(token_ids)
+        if namespace is not None:
+            key = self._interner.mark(key, namespace, add=False)
+        width = self.tree.width
+        end = len(key) // width * width
+        node, at = self.tree.root, 0
+        while at < end:
+            child = node.children.get(key[at : at + width])
+            if child is None:
+                break
+            span = child.span
+            if at + len(span) <= end and key.startswith(span, at):
+                at += len(span)
+                node = child
+                continue
+            common = num_common_tokens(span, key, 0, at)
+            whole = common // self.block_size * self.block_size
+            next_is_fresh = whole // self.block_size >= child.num_blocks - child.fresh
+            return at // TOKEN_BYTES + (whole if next_is_fresh or not self.partial_blocks else common)
+        partial = node.nearest(key[at : at + width])[1] if self.partial_blocks and at < len(key) else 0
+        return at // TOKEN_BYTES + partial
+
+    def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> Lease:
+        key = pack(token_ids)
+        if namespace is not None:
+            key = self._interner.mark(key, namespace)
+        tree = self.tree
+        node, at, found = tree.walk(tree.root, key)
+        tree.pin(node)
+        lease = Lease(node, at // TOKEN_BYTES, _joined(found), namespace)
+        if self.partial_blocks and at < len(key):
+            source, num_tokens = node.nearest(key[at : at + tree.width])
+            if source is not None:
+                if len(source.span) > tree.width:
+                    source = tree.split(source, tree.width)  # pin the one block, not what follows it
+                tree.pin(source)
+                lease.source = source
+                lease.partial = Partial(int(_unpacked(source.blocks[:BLOCK_ID_BYTES])[0]), num_tokens)
+        if tree.fresh:
+            self._moved.append(lease)
+        return lease
+
+    def advance(self, lease: Lease, token_ids: TokenIds) -> Blocks:
+        node, at, found = self.tree.walk(lease.cursor, self._key(lease, token_ids))
+        self._move(lease, node, at)
+        return _joined(found)
+
+    def _move(self, lease: Lease, node: Node, num_bytes: int) -> None:
+        """Moves a lease down to a descendant of where it ends."""
+        if node is not lease.cursor:
+            self.tree.pin(node)
+            lease.cursor.pins -= 1  # stays above zero: a descendant is pinned
+            lease.cursor = node
+        lease.num_tokens += num_bytes // TOKEN_BYTES
+        if self.tree.fresh:
+            self._moved.append(lease)
+
+    def _key(self, lease: Lease, token_ids: TokenIds) -> bytes:
+        """Packs the tokens after a lease's end, the parts of its namespace that start there folded in."""
+        check_live(lease)
+        key = pack(token_ids)
+        if lease.namespace is not None:
+            key = self._interner.mark(key, lease.namespace, lease.num_tokens)
+        return key
+
+    # ---- publishing
+
+    def insert(self, lease: Lease, token_ids: TokenIds, block_ids: Any) -> Blocks:
+        key = self._key(lease, token_ids)
+        tree = self.tree
+        end = len(key) // tree.width * tree.width
+        blocks = pack_blocks(block_ids, end // tree.width)
+        if not end:
+            return NO_DUPLICATES
+        node, at, found = tree.walk(lease.cursor, key)
+        if at:
+            self._move(lease, node, at)
+        if at < end:
+            lease.cursor = tree.append(node, key[at:end], blocks[at // tree.width * BLOCK_ID_BYTES :])
+            lease.num_tokens += (end - at) // TOKEN_BYTES
+            self._moved.append(lease)
+        if not found:
+            return NO_DUPLICATES
+        cached = _joined(found)
+        return np.stack([_unpacked(blocks)[: len(cached)], cached], axis=1)
+
+    # ---- ends
+
+    def unpin_partial(self, lease: Lease) -> None:
+        check_live(lease)
+        source = lease.source
+        if source is not None:
+            lease.source = lease.partial = None
+            # Not stamped: one block of the span was read, the rest of it did not match.
+            self.tree.unpin(source, stamp=None)
+
+    def release(self, lease: Lease, tail: Tail | None = None) -> None:
+        check_live(lease)
+        if tail is not None:
+            self._hang(lease, tail)
+        self.unpin_partial(lease)
+        self.tree.clock += 1
+        self._end(lease, self.tree.clock)
+
+    def cancel(self, lease: Lease) -> None:
+        self.unpin_partial(lease)
+        self._end(lease, None)
+
+    def _end(self, lease: Lease, stamp: int | None) -> None:
+        node, lease.cursor, lease.released = lease.cursor, None, True
+        self.tree.unpin(node, stamp=stamp)
+
+    def _hang(self, lease: Lease, tail: Tail) -> None:
+        """Publishes a partly filled last block under the lease's end, and for the moment moves the lease to its end."""
+        if not self.partial_blocks:
+            raise ValueError("tail: expected None, as this cache keeps whole blocks only")
+        if lease.cursor.fresh:
+            raise ValueError("tail: expected a block computed in a finished step, got one of a step not committed")
+        tokens = self._key(lease, tail.token_ids)
+        if not 0 < len(tokens) < self.tree.width:
+            expected = f"1..{self.block_size - 1} tokens"
+            raise ValueError(f"tail.token_ids: expected {expected}, got {len(tokens) // TOKEN_BYTES}")
+        lease.cursor = self.tree.hang(lease.cursor, tokens, pack_blocks([tail.block_id], 1))
+
+    # ---- steps
+
+    def commit(self) -> None:
+        fresh = self.tree.fresh
+        if self._events.active:
+            for node in sorted((node for node in fresh if node.fresh), key=lambda node: node.start):
+                self._announce(node, node.num_blocks - node.fresh, node.num_blocks)
+        for node in fresh:
+            node.fresh = 0
+        fresh.clear()
+        self._moved.clear()
+
+    def withdraw(self) -> Blocks:
+        for lease in dict.fromkeys(self._moved):
+            if not lease.released:
+                self._cut_back(lease)
+        self._moved.clear()
+        return _joined(self.tree.withdraw())
+
+    def _cut_back(self, lease: Lease) -> None:
+        """Moves a lease up to the last block that an earlier step computed."""
+        node: Node = lease.cursor
+        while node.fresh:
+            lease.num_tokens -= node.fresh * self.block_size
+            if node.fresh < node.num_blocks:
+                break
+            assert node.parent is not None
+            node = node.parent
+        if node is not lease.cursor:
+            self.tree.pin(node)
+            self.tree.unpin(lease.cursor, stamp=None)
+            lease.cursor = node
+
+    def evict(self, num_blocks: int) -> Blocks:
+        evicted = self.tree.evict(check_count("num_blocks", num_blocks))
+        if self._events.active:
+            self._events.removed(evicted)
+        return np.array(evicted, np.int32) if evicted else NO_BLOCKS
+
+    # ---- what it holds
+
+    def subscribe(self, callback: Callback) -> Callable[[], None]:
+        """Announces what is committed, and from then on what changes. Blocks are hashed only while someone subscribes.
+
+        Cost: O(content) now, and a hash for each block from then on.
+        """
+        return self._events.subscribe(callback, self._announce_all)
+
+    def _announce_all(self) -> None:
+        nodes = list(self.tree.root.children.values())
+        for node in nodes:  # grows while it is walked: parents first
+            nodes.extend(node.children.values())
+            if len(node.span) >= self.tree.width:  # no tails
+                self._announce(node, 0, node.num_blocks - node.fresh)
+
+    def _announce(self, node: Node, first: int, last: int) -> None:
+        """Announces blocks first .. last of a node."""
+        if first >= last:
+            return
+        path = [node.span[: last * self.tree.width]]
+        above = node.parent
+        while above is not None:
+            path.append(above.span)
+            above = above.parent
+        start = node.start + first * self.block_size
+        tokens, namespace = self._interner.unmark(b"".join(reversed(path)))
+        block_ids = _unpacked(node.blocks)[:last].tolist()
+        parent = block_ids[first - 1] if first else None
+        if not first and node.start:
+            assert node.parent is not None
+            parent = int(_unpacked(node.parent.blocks)[-1])
+        self._events.stored(parent, block_ids[first:], tokens[start * TOKEN_BYTES :], namespace, start)
+
+    @property
+    def sizes(self) -> CacheSizes:
+        return CacheSizes(self.tree.num_pinned, self.tree.num_blocks - self.tree.num_pinned)
+
+    @property
+    def num_superseded_blocks(self) -> int:
+        return len(self.tree.superseded)
+
+    def check(self, leases: Iterable[Lease] | None = None) -> None:
+        """Asserts every invariant; with all live leases given, that the pins are exactly theirs."""
+        check_tree(self.tree, leases)
+
+
+def _unpacked(blocks: bytes) -> Blocks:
+    return np.frombuffer(blocks, np.int32)
+
+
+def _joined(blocks: list[bytes]) -> Blocks:
+    return np.frombuffer(b"".join(blocks), np.int32) if blocks else NO_BLOCKS

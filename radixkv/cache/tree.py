@@ -1,0 +1,274 @@
+"""The radix tree itself: nodes, pins, leaves, and the blocks inserted since the last commit.
+
+Called by `radixkv.cache.radix` alone, which turns it into a prefix cache. Everything here is in packed bytes: a *key*
+is the packed tokens of a request, `width` the bytes of a block's tokens.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import numpy as np
+from sortedcontainers import SortedKeyList
+
+from radixkv.cache.eviction import Policy
+from radixkv.cache.node import BLOCK_ID_BYTES, Node
+from radixkv.tokens import TOKEN_BYTES, num_common_tokens
+
+# A leaf that one lease alone holds is extended in place up to this length, then gets a child: copying an ever longer
+# span for every chunk would make publishing a long prompt quadratic.
+MAX_EXTENDED_BYTES = 8192 * TOKEN_BYTES
+
+
+class RadixTree:
+    """Spans of tokens in a tree, each node pinned or not, the unpinned leaves sorted by a policy.
+
+    Attributes:
+        clock: ticks at every release; all stamps are its values.
+        num_blocks: blocks held in all; num_pinned of them are pinned.
+        leaves: the unpinned nodes without children, by rank.
+        superseded: unpinned blocks of tails that a fuller block has replaced.
+        fresh: nodes that may hold blocks inserted since the last commit.
+    """
+
+    def __init__(self, block_size: int, policy: Policy) -> None:
+        self.block_size = block_size
+        self.width = block_size * TOKEN_BYTES
+        self.policy = policy
+        # lru needs the stamp alone: do not pay for two calls on every node of every release
+        self._is_lru = type(policy) is Policy
+        self.root = Node(b"", b"", None, 0, 0)
+        self.root.pins = 1  # never a leaf, and the end of every walk up
+        self.leaves: SortedKeyList = SortedKeyList(key=attrgetter("rank"))
+        self.superseded: list[int] = []
+        self.clock = 0
+        self._evicted_stamp = 0
+        self.num_pinned = 0
+        self.num_blocks = 0
+        self.fresh: list[Node] = []
+
+    def walk(self, node: Node, key: bytes) -> tuple[Node, int, list[bytes]]:
+        """Goes down as far as whole blocks of the key agree, splitting where they end inside a span.
+
+        Returns the node reached, the bytes of the key matched, and the packed blocks of each node passed.
+        """
+        width = self.width
+        end = len(key) // width * width
+        at = 0
+        found = []
+        while at < end:
+            child = node.children.get(key[at : at + width])
+            if child is None:
+                break
+            span = child.span
+            if at + len(span) <= end and key.startswith(span, at):  # a memcmp, without a copy
+                at += len(span)
+            else:
+                common = num_common_tokens(span, key, 0, at) // self.block_size * width
+                child = self.split(child, common)
+                at += common
+            found.append(child.blocks)
+            node = child
+        return node, at, found
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cuts a node after `at` bytes of its span; returns the new upper half. The node stays the lower half."""
+        cut = at // self.width * BLOCK_ID_BYTES
+        parent = node.parent
+        assert parent is not None
+        upper = Node(node.span[:at], node.blocks[:cut], parent, node.start, node.born)
+        # Neither half is refreshed: only a release stamps.
+        upper.stamp, upper.heat = node.stamp, node.heat
+        upper.pins = 1 if node.pins else 0
+        parent.children[upper.span[: self.width]] = upper  # the key stays, and with it the order
+        node.span, node.blocks = node.span[at:], node.blocks[cut:]
+        node.parent, node.start = upper, node.start + at // TOKEN_BYTES
+        upper.children[node.span[: self.width]] = node
+        if node.fresh > node.num_blocks:
+            upper.fresh = node.fresh - node.num_blocks
+            node.fresh = node.num_blocks
+            self.fresh.append(upper)
+        return upper
+
+    # ---- pins
+
+    def pin(self, node: Node) -> None:
+        """Pins a node and all above it. O(nodes up to the first that is pinned already)."""
+        if not node.pins and not node.children:
+            self.leaves.remove(node)
+        while True:
+            node.pins += 1
+            if node.pins > 1:
+                return
+            self.num_pinned += len(node.blocks) // BLOCK_ID_BYTES
+            node = node.parent  # type: ignore[assignment]  # the root is always pinned
+
+    def unpin(self, node: Node, *, stamp: int | None) -> None:
+        """Lets one pin go. With a stamp, marks what nobody holds any longer; with None, leaves recency as it was.
+
+        The first ancestor that is still pinned is stamped too, though it may be stamped again: if its last pin goes
+        without a stamp, it must not look older than what was released below it.
+        """
+        while True:
+            node.pins -= 1
+            if node.pins:
+                if stamp is not None:
+                    node.stamp = stamp
+                return
+            self.num_pinned -= len(node.blocks) // BLOCK_ID_BYTES
+            parent = node.parent
+            if parent is None:  # a tail that was replaced while it was pinned
+                self.superseded.extend(np.frombuffer(node.blocks, np.int32).tolist())
+                return
+            if stamp is not None:
+                node.stamp = stamp
+                if not self._is_lru:
+                    self.policy.touch(node)
+            elif parent.stamp < node.stamp:
+                parent.stamp = node.stamp
+            if not node.children:
+                self._enter_leaves(node)
+            node = parent
+
+    def _enter_leaves(self, node: Node) -> None:
+        if not self._is_lru:
+            node.rank = self.policy.rank(node)
+        elif len(node.span) >= self.width:
+            node.rank = node.stamp
+        else:
+            # A tail takes a whole block for a few tokens. Let it look older by the share that is empty of the age at
+            # which leaves are evicted at present; else, in a tight pool, tails push out blocks worth more.
+            empty = 1 - len(node.span) / self.width
+            node.rank = node.stamp - empty * (self.clock - self._evicted_stamp)
+        self.leaves.add(node)
+
+    # ---- growing. A pin of the caller's on `node` moves on to the node returned.
+
+    def append(self, node: Node, span: bytes, blocks: bytes) -> Node:
+        """Puts whole blocks after a node, where nothing goes on with them; returns the node that ends with them."""
+        num_blocks = len(blocks) // BLOCK_ID_BYTES
+        self.num_blocks += num_blocks
+        self.num_pinned += num_blocks
+        if node.children:
+            self._supersede(node.tail_before(span))
+        if (
+            node.pins == 1
+            and not node.children
+            and node is not self.root
+            and len(node.span) + len(span) <= MAX_EXTENDED_BYTES
+        ):
+            node.span += span
+            node.blocks += blocks
+        else:
+            node = self._add_child(node, span, blocks)
+        if not node.fresh:
+            self.fresh.append(node)
+        node.fresh += num_blocks
+        return node
+
+    def hang(self, node: Node, tokens: bytes, block: bytes) -> Node:
+        """Puts a partly filled block under a node, unless a fuller one of its tokens is there; then it is superseded.
+
+        Returns the tail, or the node.
+        """
+        self.num_blocks += 1
+        keys = node.sorted_keys()
+        at = keys.bisect_left(tokens)
+        if at < len(keys) and keys[at].startswith(tokens):
+            self.superseded.extend(np.frombuffer(block, np.int32).tolist())
+            return node
+        self._supersede(node.tail_before(tokens))
+        self.num_pinned += 1
+        node.sorted_keys()  # kept wherever there are tails
+        return self._add_child(node, tokens, block)
+
+    def _add_child(self, node: Node, span: bytes, blocks: bytes) -> Node:
+        child = Node(span, blocks, node, node.start + len(node.span) // TOKEN_BYTES, self.clock)
+        child.pins = 1  # the caller's pin on the parent becomes the child's pin on it
+        node.add_child(span[: self.width], child)
+        return child
+
+    def _supersede(self, tail: Node | None) -> None:
+        """Takes a tail out: a fuller block of the same tokens is there. While pinned, its block counts as pinned."""
+        if tail is None:
+            return
+        parent = tail.parent
+        assert parent is not None
+        parent.remove_child(tail.span)
+        tail.parent = None
+        if tail.pins:
+            parent.pins -= 1  # stays above zero: whoever brings the fuller block pins it
+        else:
+            self.leaves.remove(tail)
+            self.superseded.extend(np.frombuffer(tail.blocks, np.int32).tolist())
+
+    # ---- shrinking
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Takes blocks off the first leaves, tail first, superseded ones before all. O(leaves taken * log leaves)."""
+        evicted = self.superseded[:num_blocks]
+        del self.superseded[: len(evicted)]
+        needed = num_blocks - len(evicted)
+        leaves = self.leaves
+        while needed and leaves:
+            node: Node = leaves[0]
+            self._evicted_stamp = node.stamp
+            if not self._is_lru:
+                self.policy.evicted(node)
+            size = len(node.blocks) // BLOCK_ID_BYTES
+            kept = max(size - needed, 0)
+            needed -= size - kept
+            evicted.extend(reversed(np.frombuffer(node.blocks, np.int32, size - kept, kept * BLOCK_ID_BYTES).tolist()))
+            if kept:
+                self._trim(node, kept)
+                node.fresh = max(node.fresh - (size - kept), 0)
+                break
+            del leaves[0]
+            node.fresh = 0
+            self._unlink(node)
+        self.num_blocks -= len(evicted)
+        return evicted
+
+    def withdraw(self) -> list[bytes]:
+        """Takes out what was inserted since the last commit. No lease may end there any longer.
+
+        Returns the packed blocks taken, a run for each node.
+        """
+        nodes = [node for node in self.fresh if node.fresh]
+        for node in nodes:
+            if not node.pins and not node.children:
+                self.leaves.remove(node)
+        taken = []
+        cut = []  # what is left of them, and their parents: may be leaves now
+        for node in nodes:
+            kept = node.num_blocks - node.fresh
+            taken.append(node.blocks[kept * BLOCK_ID_BYTES :])
+            self.num_blocks -= node.fresh
+            if node.pins:
+                self.num_pinned -= node.fresh
+            node.fresh = 0
+            if kept:
+                self._trim(node, kept)
+                cut.append(node)
+            else:
+                assert node.parent is not None
+                node.parent.remove_child(node.span[: self.width])
+                cut.append(node.parent)
+                node.parent = None
+        for node in dict.fromkeys(cut):
+            if node.parent is not None and not node.pins and not node.children:
+                self._enter_leaves(node)
+        self.fresh.clear()
+        return taken
+
+    def _trim(self, node: Node, num_blocks: int) -> None:
+        node.blocks = node.blocks[: num_blocks * BLOCK_ID_BYTES]
+        node.span = node.span[: num_blocks * self.width]
+
+    def _unlink(self, leaf: Node) -> None:
+        """Takes an unpinned leaf out; its parent may be a leaf now."""
+        parent = leaf.parent
+        assert parent is not None
+        parent.remove_child(leaf.span[: self.width])
+        if not parent.pins and not parent.children:
+            self._enter_leaves(parent)

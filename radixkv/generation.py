@@ -1,0 +1,112 @@
+"""What became of a request so far: tokens, text, why it ended. Called by `radixkv.engine` for each token sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from radixkv.request import (
+    CompletionOutput,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+class Detokenizer(Protocol):
+    """Text of a growing sequence; never half a character."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Sample:
+    """One of n samples of a request.
+
+    Attributes:
+        generator: its own, so that its tokens do not depend on what runs beside it.
+        finish_reason: None while it runs.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        generator: np.random.Generator,
+        detokenizer: Detokenizer | None,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        self.generator = generator
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self._params = params
+        self._detokenizer = detokenizer
+        self._stop_token_ids = stop_token_ids
+        self._longest_stop = max(map(len, params.stop), default=0)
+        self.token_ids: list[int] = []
+        self.text = ""
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Takes a sampled token in. Returns whether the sample has ended."""
+        self.token_ids.append(token_id)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.append(logprobs)
+        if token_id in self._stop_token_ids:
+            self.end("stop")
+        else:
+            if self._detokenizer is not None:
+                self._add_text(self._detokenizer.push(token_id))
+            if self.finish_reason is None and len(self.token_ids) == self._params.max_tokens:
+                self.end("length")
+        return self.finish_reason is not None
+
+    def _add_text(self, piece: str) -> None:
+        searched = max(len(self.text) - self._longest_stop, 0)
+        self.text += piece
+        found = [at for stop in self._params.stop if (at := self.text.find(stop, searched)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish_reason = "stop"
+
+    def end(self, reason: str, error: str | None = None) -> None:
+        """Ends the sample, whatever it was doing."""
+        self.finish_reason, self.error = reason, error
+        if self._detokenizer is not None:
+            rest = self._detokenizer.finish()
+            if rest:
+                self._add_text(rest)
+                self.finish_reason = reason
+
+    def output(self) -> CompletionOutput:
+        logprobs = None if self._logprobs is None else list(self._logprobs)
+        return CompletionOutput(list(self.token_ids), self.text, self.finish_reason, logprobs, self.error)
+
+
+class Generation:
+    """A request in the engine's hands."""
+
+    def __init__(self, request: Request, samples: Sequence[Sample], arrival_s: float) -> None:
+        self.request = request
+        self.samples = tuple(samples)
+        self.num_cached_tokens = 0
+        self.metrics = RequestMetrics(arrival_s)
+        self.is_aborted = False
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    def output(self) -> RequestOutput:
+        """What there is by now."""
+        return RequestOutput(
+            self.request.request_id,
+            list(self.request.prompt_token_ids),
+            [sample.output() for sample in self.samples],
+            self.num_cached_tokens,
+            self.metrics,
+        )

@@ -1,0 +1,112 @@
+"""experiments.compare and index_cost: the fields other scripts read, the options, the errors."""
+
+import json
+
+import pytest
+
+from experiments import compare, index_cost
+
+FIELDS = [
+    "trace",
+    "cache",
+    "block_size",
+    "partial_blocks",
+    "num_blocks",
+    "policy",
+    "num_requests",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_computed_tokens",
+    "hit_rate",
+    "num_evicted_blocks",
+    "peak_blocks",
+    "index_us_per_request",
+    "hash_us_per_request",
+    "index_bytes_per_token",
+]
+
+
+def run(tmp_path, *options):
+    compare.main([*options, "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "compare.json").read_text())
+    assert set(result) == {"config", "environment", "rows"}
+    assert (tmp_path / "compare.png").stat().st_size > 1000
+    return result["rows"]
+
+
+def test_the_embedded_workload_by_default(tmp_path, capsys):
+    rows = run(tmp_path, "--limit", "60")
+    assert all(set(FIELDS) <= set(row) for row in rows)
+    assert {row["cache"] for row in rows} == {"null", "flat_hash", "radix"}
+    assert all(row["num_computed_tokens"] + row["num_cached_tokens"] == row["num_prompt_tokens"] for row in rows)
+    by_size = {(r["cache"], r["block_size"]): r for r in rows if r["num_blocks"] is None}
+    assert by_size["null", 16]["num_cached_tokens"] == 0
+    for size in (16, 128):
+        flat, radix = by_size["flat_hash", size], by_size["radix", size]
+        assert radix["num_cached_tokens"] > flat["num_cached_tokens"] > 0
+        assert radix["share_of_optimum"] == 1
+        assert flat["hash_us_per_request"] > 0 == radix["hash_us_per_request"]
+    assert by_size["radix", 16]["num_cached_tokens"] == by_size["radix", 128]["num_cached_tokens"]
+    assert "embedded: 60 requests" in capsys.readouterr().out
+
+
+def write_trace(tmp_path, name="my.jsonl"):
+    path = tmp_path / name
+    lines = [{"prompt": "the same beginning, " * 8 + f"and end {i}", "output": "yes"} for i in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_a_trace_of_ones_own(tmp_path):
+    trace = write_trace(tmp_path)
+    options = ["--block-size", "1", "16", "--partial-blocks", "on", "off", "--num-blocks", "20", "unbounded"]
+    rows = run(tmp_path, "--trace", trace, *options, "--policy", "lru", "cost", "--cache-outputs", "on")
+    seen = {(r["cache"], r["block_size"], r["partial_blocks"], r["num_blocks"], r["policy"]) for r in rows}
+    assert len(seen) == len(rows)  # no row twice
+    assert ("radix", 16, False, 20, "cost") in seen and ("flat_hash", 16, False, 20, "cost") not in seen
+    # 7 of 8 prompts share 168 bytes; whole blocks of 16 keep 160 of them
+    hits = {
+        (r["cache"], r["block_size"], r["partial_blocks"]): r["num_cached_tokens"] for r in rows if not r["num_blocks"]
+    }
+    assert hits["radix", 1, False] == hits["radix", 16, True] == 7 * 168
+    assert hits["radix", 16, False] == hits["flat_hash", 16, False] == 7 * 160
+
+
+def test_files_are_traces_of_their_own_unless_joined(tmp_path):
+    traces = [write_trace(tmp_path, "a.jsonl"), write_trace(tmp_path, "b.jsonl")]
+    apart = run(tmp_path, "--trace", *traces, "--cache", "radix")
+    assert [row["trace"] for row in apart] == ["a", "b"]
+    (joined,) = run(tmp_path, "--trace", *traces, "--cache", "radix", "--join")
+    assert joined["num_requests"] == 16 and joined["num_cached_tokens"] > sum(row["num_cached_tokens"] for row in apart)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trace", "missing.jsonl"], "missing.jsonl"),
+        (["--tokenizer", "nonsense", "--trace", __file__], "nonsense"),
+        (["--block-size", "0"], "block_size"),
+        (["--num-blocks", "many"], "many"),
+        (["--policy", "best"], "best"),
+        (["--limit", "0"], "no request"),
+        (["--limit", "-1"], "limit"),
+    ],
+)
+def test_bad_options_end_with_a_message(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit) as ended:
+        compare.main([*options, "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "compare.json").exists()
+
+
+def test_index_cost_measures_every_operation(tmp_path):
+    index_cost.main(["--smoke", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "index_cost.json").read_text())["rows"]
+    fields = {"cache", "block_size", "operation", "num_leaves", "mean_us", "p50_us", "p99_us", "num_freed_tokens"}
+    assert all(fields <= set(row) for row in rows)
+    assert {"admit", "insert", "deep_admit", "evict64", "admit_8192", "hash_8192"} <= {row["operation"] for row in rows}
+    assert all(row["num_freed_tokens"] == 64 for row in rows if row["operation"] == "evict64")
+    hit_rates = {(r["cache"], r["block_size"]): r["hit_rate"] for r in rows if r["operation"] == "admit"}
+    assert hit_rates["radix", 16] == hit_rates["flat_hash", 16] > 0.5
+    assert (tmp_path / "index_cost.png").exists()

@@ -1,0 +1,111 @@
+"""The parts of the package depend on each other one way; ARCHITECTURE.md draws the same arrows."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# part -> the parts it may import. A part is a module or package of radixkv, or one of the other top-level packages.
+ARROWS = {
+    "radixkv.tokens": set(),
+    "radixkv.cache": {"radixkv.tokens"},
+    "radixkv.block_allocator": {"radixkv.cache"},
+    "radixkv.kv_manager": {"radixkv.block_allocator", "radixkv.cache", "radixkv.tokens"},
+    "radixkv.replay": {"radixkv.kv_manager", "radixkv.block_allocator", "radixkv.cache", "radixkv.tokens"},
+    "radixkv.batch": {"radixkv.kv_manager"},
+    "radixkv.request": {"radixkv.cache"},
+    "radixkv.ordering": {"radixkv.cache", "radixkv.tokens"},
+    "radixkv.scheduler": {
+        "radixkv.batch",
+        "radixkv.block_allocator",
+        "radixkv.cache",
+        "radixkv.kv_manager",
+        "radixkv.ordering",
+        "radixkv.request",
+        "radixkv.tokens",
+    },
+    "radixkv.model": {"radixkv.request", "radixkv_kernels"},
+    "radixkv.runner": {"radixkv.batch", "radixkv.kv_manager", "radixkv.model", "radixkv_kernels"},
+    "radixkv.workloads": {"radixkv.cache", "radixkv.tokens"},
+    "radixkv.model_shapes": set(),
+    "radixkv_kernels": set(),
+    "experiments": {"radixkv", "radixkv_kernels"},
+}
+WITHOUT_TORCH = (
+    "radixkv.tokens",
+    "radixkv.cache",
+    "radixkv.kv_manager",
+    "radixkv.replay",
+    "radixkv.workloads",
+    "radixkv.scheduler",
+)
+OURS = ("radixkv", "radixkv_kernels", "experiments")
+
+
+def modules():
+    for folder in (ROOT, ROOT / "kernels"):
+        for name in OURS:
+            for path in sorted((folder / name).rglob("*.py")):
+                parts = path.relative_to(folder).with_suffix("").parts
+                yield ".".join(parts).removesuffix(".__init__"), path
+
+
+def part_of(module):
+    head, _, rest = module.partition(".")
+    return f"{head}.{rest.partition('.')[0]}" if head == "radixkv" and rest else head
+
+
+def imports(path):
+    """Yields every module that a file imports, those inside functions too; `if TYPE_CHECKING` blocks do not run."""
+    tree = ast.parse(path.read_text())
+    unused = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in unused:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            # `from package import name` may mean a module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: str(value).replace(str(ROOT), ""))
+def test_imports_follow_the_arrows(module, path):
+    part = part_of(module)
+    if part == "radixkv":
+        assert not [name for name in imports(path) if name.split(".")[0] in OURS]
+        return
+    assert part in ARROWS, f"{part}: a new part; say here and in ARCHITECTURE.md what it may import"
+    for imported in imports(path):
+        if imported.split(".")[0] in OURS:
+            target = part_of(imported)
+            allowed = target == part or target in ARROWS[part] or target.split(".")[0] in ARROWS[part]
+            assert allowed, f"{module} imports {imported}"
+
+
+def test_the_arrows_make_no_circle():
+    done = set()
+    while len(done) < len(ARROWS):
+        ready = {part for part, targets in ARROWS.items() if part not in done and targets & ARROWS.keys() <= done}
+        assert ready, f"a circle among {ARROWS.keys() - done}"
+        done |= ready
+
+
+@pytest.mark.parametrize("part", WITHOUT_TORCH)
+def test_importing_it_loads_no_torch(part):
+    code = f"import sys, {part}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    for name, _ in modules():
+        if part_of(name) == part:
+            code = f"import {name}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
