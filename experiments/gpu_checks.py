@@ -98,7 +98,8 @@ def check_case(case: Case, seed: int, device: torch.device) -> Row:
     call = build(case, seed, device)
     sinks = torch.randn(call["q"].shape[1], generator=torch.Generator().manual_seed(seed)).to(device)
     rows = []
-    for extra in ({}, {"sinks": sinks}):
+    extras: tuple[dict[str, Any], ...] = ({}, {"sinks": sinks})
+    for extra in extras:
         out = torch.full((*call["q"].shape[:2], case.v_head_dim), torch.nan, dtype=case.dtype, device=device)
         out, lse = paged_attention(**call, **extra, out=out, implementation="triton")
         exact, exact_lse = paged_attention(**on_cpu(call | extra), implementation="reference")
@@ -117,7 +118,7 @@ def check_bits(device: torch.device) -> Iterator[Row]:
     for dtype in (torch.bfloat16, torch.float16):
         case = Case("bits", dtype, seq_lens=(5000, 130, 900), q_lens=(1, 1, 300))
         call = build(case, 7, device)
-        whole, lse = attend(call)
+        whole, _ = attend(call)
         equal: dict[str, bool] = {}
         original = attention.num_processors
         for processors in (1, 12, 4096):
@@ -127,10 +128,8 @@ def check_bits(device: torch.device) -> Iterator[Row]:
             finally:
                 attention.num_processors = original
         equal["alone"] = torch.equal(attend(rows_of(call, 0, 0, 1, 5000))[0], whole[:1])
-        equal["chunked"] = torch.equal(
-            torch.cat([attend(rows_of(call, 2, a, b, 600 + b))[0] for a, b in ((0, 7), (7, 200), (200, 300))]),
-            whole[2:],
-        )
+        parts = [attend(rows_of(call, 2, a, b, 600 + b))[0] for a, b in ((0, 7), (7, 200), (200, 300))]
+        equal["chunked"] = torch.equal(torch.cat(parts), whole[2:])
         equal["graph replay"] = torch.equal(replay(call), whole)
         for name, passed in equal.items():
             yield {"part": "bits", "name": f"{str(dtype)[6:]} {name}", "passed": passed}
@@ -176,7 +175,7 @@ def check_cache(device: torch.device) -> Iterator[Row]:
         slots = torch.randperm(96, generator=generator)[:40]
         slots[::7] = -1
         caches = [torch.zeros(6, 16, 3, 80).to(stored).to(d) for d in (device, torch.device("cpu")) for _ in range(2)]
-        scales = {"k_scale": 0.5, "v_scale": 3.0} if stored == FP8 else {}
+        scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 3.0} if stored == FP8 else {}
         store_kv(k.to(device), k.to(device), caches[0], caches[1], slots.to(device), **scales, implementation="triton")
         store_kv(k, k, caches[2], caches[3], slots, **scales, implementation="reference")
         pairs = (torch.tensor([0, 1]), torch.tensor([4, 5]), torch.tensor([3, 16]))

@@ -7,7 +7,7 @@ measured copy bandwidth where KV outgrows the L2 cache; prefill above half of th
     python -m experiments.gpu_kernels --write-table      # also puts the tuned entries into the package's table
 
 Needs a CUDA device (made for torch 2.11 and triton 3.6, no network); without one it says so and exits 0. Writes
-results/gpu_kernels.json. No speed is reported where a check failed.
+experiments/results/gpu_kernels.json. No speed is reported where a check failed.
 """
 
 from __future__ import annotations
@@ -79,11 +79,7 @@ def workload(name: str, batch: int, new: int, cached: int, config: Config, dtype
     caches = [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2)]
     if fp8:
         caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
-    dense = [
-        cache[table].to(dtype).flatten(1, 2)[:, :length].transpose(1, 2).contiguous() if not fp8
-        else cache.to(dtype)[table].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
-        for cache in caches
-    ]  # fmt: skip
+    dense = [cache.to(dtype)[table].flatten(1, 2)[:, :length].transpose(1, 2).contiguous() for cache in caches]
     call = {
         "q": torch.randn(batch * new, config.num_q_heads, config.head_dim, device="cuda", dtype=dtype),
         "k_cache": caches[0],
@@ -231,7 +227,7 @@ def run(config: Config, write_table: bool, report: Callable[[Row], None]) -> lis
 def main(arguments: list[str] | None = None) -> int:
     """Runs, prints a line a row, writes the JSON; 1 where a check failed."""
     parser = argparse.ArgumentParser(description="Check, tune and time the Triton kernels on a CUDA device.")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"), help="folder for the JSON")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("experiments/results"), help="folder for the JSON")
     parser.add_argument("--write-table", action="store_true", help="put tuned entries into the package's table")
     parser.add_argument("--smoke", action="store_true", help="small sizes, under a minute and a half")
     options = parser.parse_args(arguments)
