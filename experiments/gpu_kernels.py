@@ -227,7 +227,9 @@ def run(config: Config, write_table: bool, report: Callable[[Row], None]) -> lis
 def main(arguments: list[str] | None = None) -> int:
     """Runs, prints a line a row, writes the JSON; 1 where a check failed."""
     parser = argparse.ArgumentParser(description="Check, tune and time the Triton kernels on a CUDA device.")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("experiments/results"), help="folder for the JSON")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("experiments/results"), help="folder for the JSON"
+    )
     parser.add_argument("--write-table", action="store_true", help="put tuned entries into the package's table")
     parser.add_argument("--smoke", action="store_true", help="small sizes, under a minute and a half")
     options = parser.parse_args(arguments)
