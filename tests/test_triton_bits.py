@@ -27,7 +27,7 @@ FEATURES = [
 def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     chosen = FEATURES[request.param]
     if chosen["dtype"] == torch.float32:
-        config = Config(16, 64, 64, 4, 2, "ieee")
+        config = Config(64, 64, 64, 4, 2, "ieee")
         monkeypatch.setattr(triton_impl, "find_config", lambda spec, tensors: config)
     return chosen
 

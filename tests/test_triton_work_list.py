@@ -1,4 +1,4 @@
-"""The attention kernel on an explicit work list: rows of several sequences share an item, and the bits stay the same."""
+"""The attention kernel on an explicit work list: rows of several sequences share an item, with the same bits."""
 
 from __future__ import annotations
 
