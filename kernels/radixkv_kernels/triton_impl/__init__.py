@@ -1,0 +1,127 @@
+"""The Triton implementation: CUDA and ROCm devices, and CPU tensors under TRITON_INTERPRET=1 (for tests).
+
+The five functions that `interface.py` describes. Importing this package imports triton.
+
+    numerics          the merge formula and fp8 codes, shared by all kernels
+    attention_kernel  partials of attention: work items, tiles, cells, runs
+    reduce_kernel     partials -> out and lse
+    attention         grid, workspace and launches of the two
+    cache_kernels     store_kv, copy_blocks
+    merge_kernel      merge_states
+    config            tile shapes by architecture, head size and dtype: data
+    variants, compile, feasible, tuner   making and checking that data
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from ..errors import UnsupportedImplementation
+from ..interface import AttentionSpec, AttentionTensors
+from . import attention, cache_kernels, merge_kernel
+from .config import Config, Key, head_block, tables
+
+INTERPRETER_ARCH = "sm_90"
+"""Whose table the interpreter runs: its 64-row tiles make the fewest loop iterations."""
+
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def unsupported(spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
+    """Why this call can't run here, or None. Never reads a tensor."""
+    if tensors.alibi_slopes is not None:
+        return "implementation 'triton': alibi_slopes are not implemented; implementation 'torch' has them"
+    reason = unsupported_device(tensors.q.device)
+    if reason is not None:
+        return reason
+    arch = device_arch(tensors.q.device)
+    if arch not in tables():
+        return f"implementation 'triton': no table of tile shapes for {arch}, only for {', '.join(sorted(tables()))}"
+    key = config_key(spec, tensors)
+    if tables()[arch].lookup(key) is None:
+        return f"implementation 'triton': the table for {arch} has no entry for {key}"
+    return None
+
+
+def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None) -> None:
+    """See `interface.py`; two launches, no synchronisation. `unsupported` has been asked first."""
+    attention.launch(spec, tensors, out, lse, find_config(spec, tensors))
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """See `interface.py`. UnsupportedImplementation on a device without triton."""
+    require_device(k_cache.device)
+    cache_kernels.store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
+    """See `interface.py`. UnsupportedImplementation on a device without triton."""
+    require_device(k_cache.device)
+    cache_kernels.copy_blocks(k_cache, v_cache, src, dst, num_tokens)
+
+
+def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    """See `interface.py`. UnsupportedImplementation on a device without triton."""
+    require_device(outs.device)
+    merge_kernel.merge_states(outs, lses, out, lse)
+
+
+def config_key(spec: AttentionSpec, tensors: AttentionTensors) -> Key:
+    """What the call's table entry is found by."""
+    return Key(
+        head_block=head_block(spec.head_dim, spec.v_head_dim),
+        dtype=_DTYPE_NAMES[tensors.q.dtype],
+        fp8=tensors.k_cache.dtype == torch.float8_e4m3fn,
+        softcap=spec.softcap is not None,
+    )
+
+
+def find_config(spec: AttentionSpec, tensors: AttentionTensors) -> Config:
+    """The call's table entry; UnsupportedImplementation where there is none."""
+    table = tables().get(device_arch(tensors.q.device))
+    config = table.lookup(config_key(spec, tensors)) if table is not None else None
+    if config is None:
+        raise UnsupportedImplementation(unsupported(spec, tensors) or "implementation 'triton': no table entry")
+    return config
+
+
+def unsupported_device(device: torch.device) -> str | None:
+    """Why kernels can't run on device, or None."""
+    if device.type == "cuda" or (device.type == "cpu" and interpreted()):
+        return None
+    return f"implementation 'triton': needs a GPU (or TRITON_INTERPRET=1 on the CPU), got tensors on {device}"
+
+
+def require_device(device: torch.device) -> None:
+    """UnsupportedImplementation unless kernels can run on device."""
+    reason = unsupported_device(device)
+    if reason is not None:
+        raise UnsupportedImplementation(reason)
+
+
+def interpreted() -> bool:
+    """Whether triton's interpreter runs the kernels (decided when this package was imported)."""
+    return not isinstance(merge_kernel.merge_kernel, triton.JITFunction)
+
+
+@functools.cache
+def device_arch(device: torch.device) -> str:
+    """ "sm_90", "gfx942", ...; INTERPRETER_ARCH on the CPU."""
+    if device.type == "cpu":
+        return INTERPRETER_ARCH
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,21 @@
+"""Runs before any test imports triton: kernels on the CPU run in triton's interpreter.
+
+Test modules of Triton kernels use the fixture `exact_interpreter`. This directory is put on the path for helper
+modules; it is no package.
+"""
+
+import os
+import sys
+
+import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+sys.path.insert(0, os.path.dirname(__file__))
+
+
+@pytest.fixture(scope="session")
+def exact_interpreter() -> None:
+    """Makes the interpreter exact in bfloat16 and check every address, from here on."""
+    import triton_interpreter
+
+    triton_interpreter.install()

@@ -1,0 +1,102 @@
+"""torch.equal of Triton attention in the interpreter: who computes a cell, and with whom, never changes a result."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from attention_problems import Problem
+from radixkv_kernels import paged_attention, triton_impl
+from radixkv_kernels.triton_impl import attention
+from radixkv_kernels.triton_impl.config import Config
+
+pytestmark = pytest.mark.usefixtures("exact_interpreter")
+
+FEATURES = [
+    {"dtype": torch.float32, "group": 3},
+    {"dtype": torch.bfloat16, "group": 4, "sinks": True, "block_size": 3},
+    {"dtype": torch.float16, "group": 1, "window": 150, "softcap": 20.0, "block_size": 48},
+    {"dtype": torch.bfloat16, "group": 6, "fp8": True, "scales": "head", "num_kv_heads": 2},
+]
+
+
+@pytest.fixture(params=range(len(FEATURES)))
+def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    chosen = FEATURES[request.param]
+    if chosen["dtype"] == torch.float32:
+        config = Config(64, 64, 64, 4, 2, "ieee")
+        monkeypatch.setattr(triton_impl, "find_config", lambda spec, tensors: config)
+    return chosen
+
+
+def attend(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = paged_attention(**(call | {"out": None}), implementation="triton")
+    return out, lse
+
+
+def one_sequence(call: dict[str, Any], s: int, first: int, last: int, start: int, seq_len: int) -> dict[str, Any]:
+    """Rows [first, last) of sequence s of a call, alone; start is its first row, seq_len what it has by then."""
+    return call | {
+        "q": call["q"][start + first : start + last],
+        "cu_seqlens_q": torch.tensor([0, last - first], dtype=torch.int32),
+        "block_table": call["block_table"][s : s + 1],
+        "seq_lens": torch.tensor([seq_len], dtype=torch.int32),
+    }
+
+
+def test_alone_equals_batched_in_any_order(features: dict[str, Any]) -> None:
+    problem = Problem(seq_lens=(150, 1, 300, 64), q_lens=(1, 1, 5, 2), **features)
+    call = problem.build()
+    out, lse = attend(call)
+    starts = [0, 1, 2, 7]
+    for s in range(4):
+        n = problem.q_lens[s]
+        alone, alone_lse = attend(one_sequence(call, s, 0, n, starts[s], problem.seq_lens[s]))
+        assert torch.equal(alone, out[starts[s] : starts[s] + n])
+        assert torch.equal(alone_lse, lse[starts[s] : starts[s] + n])
+    order = [2, 0, 3, 1]
+    rows = torch.cat([torch.arange(starts[s], starts[s] + problem.q_lens[s]) for s in order])
+    lens = torch.tensor([problem.q_lens[s] for s in order])
+    shuffled = call | {
+        "q": call["q"][rows],
+        "cu_seqlens_q": torch.cat([torch.zeros(1), lens.cumsum(0)]).int(),
+        "block_table": call["block_table"][order],
+        "seq_lens": call["seq_lens"][order],
+    }
+    assert torch.equal(attend(shuffled)[0], out[rows])
+
+
+def test_whole_equals_chunked_and_cached_equals_new(features: dict[str, Any]) -> None:
+    length = 150
+    call = Problem(seq_lens=(length,), q_lens=(length,), **(features | {"group": 2})).build()
+    out, lse = attend(call)
+    rng = random.Random(0)
+    borders = [0, *sorted(rng.sample(range(1, length), 3)), length]
+    for first, last in itertools.pairwise(borders):
+        part, part_lse = attend(one_sequence(call, 0, first, last, 0, last))
+        assert torch.equal(part, out[first:last]) and torch.equal(part_lse, lse[first:last])
+    # All but the last token cached: a decode step.
+    assert torch.equal(attend(one_sequence(call, 0, length - 1, length, 0, length))[0], out[-1:])
+
+
+def test_number_of_programs_a_tile_changes_nothing(features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Problem(seq_lens=(2500, 200), q_lens=(1, 2), **features).build()
+    results = []
+    for processors in (1, 6, 100):  # all folded by one program; by runs of 2,048; by single cells
+        monkeypatch.setattr(attention, "num_processors", lambda device, n=processors: n)
+        results.append(attend(call))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_where_blocks_lie_and_how_they_are_listed_changes_nothing(features: dict[str, Any]) -> None:
+    problem = {"seq_lens": (200, 90), "q_lens": (2, 1)} | features
+    first = attend(Problem(**problem).build())
+    ragged = attend(Problem(**problem, ragged=True).build())
+    interleaved = attend(Problem(**problem, layout="interleaved").build())
+    hnd = attend(Problem(**problem, layout="hnd").build())
+    for out, lse in (ragged, interleaved, hnd):
+        assert torch.equal(out, first[0]) and torch.equal(lse, first[1])
