@@ -142,7 +142,7 @@ def cache_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
 
 def reduce_warps(block_h: int) -> int:
     """Warps of a reduction program of block_h heads."""
-    return 1 if block_h == 1 else 4
+    return 1 if block_h == 1 else 2
 
 
 def argument_types(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> dict[str, str]:
