@@ -26,10 +26,10 @@ index-cost: $(READY)
 	$(BIN)/python -m experiments.index_cost $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" -n auto $(ARGS)
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -m slow -n auto $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

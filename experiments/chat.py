@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import Row, console, print_table, progress, pyplot, save
-from experiments.serving import Arrival, poisson, serve, summarize
+from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize
 from radixkv.engine import Engine
 from radixkv.replay import CACHES
 
@@ -83,20 +83,7 @@ def run(config: Config) -> list[Row]:
     return rows
 
 
-COLUMNS = {
-    "workload": "{workload}",
-    "load/s": "{rate_per_s:g}",
-    "cache": "{cache}",
-    "hit rate": "{hit_rate:.1%}",
-    "computed": "{num_computed_tokens:,}",
-    "TTFT p50": "{ttft_p50_ms:.0f}",
-    "p99": "{ttft_p99_ms:.0f}",
-    "TPOT p50": "{tpot_p50_ms:.1f}",
-    "p99 ": "{tpot_p99_ms:.1f}",
-    "ITL p50": "{itl_p50_ms:.1f}",
-    "p99  ": "{itl_p99_ms:.1f}",
-    "tok/s": "{output_throughput:.0f}",
-}
+CHAT_COLUMNS = {"workload": "{workload}", "load/s": "{rate_per_s:g}", **COLUMNS}
 
 
 def plot(path: Path) -> Path:
@@ -147,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=given.seed,
     )
     rows = run(config)
-    print_table(f"Serving {config.model}; times in ms", COLUMNS, rows)
+    print_table(f"Serving {config.model}; times in ms", CHAT_COLUMNS, rows)
     path = save(given.out, "chat", asdict(config), rows)
     console.print(f"{path}\n{plot(path)}", highlight=False)
 

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.compare_report import plot, print_rows
-from experiments.harness import Row, console, fail, progress, save
+from experiments.harness import Row, console, fail, print_table, progress, save
 from radixkv.cache.base import check_block_size
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.hashing import ALGORITHMS
 from radixkv.model_shapes import MODEL_SHAPES
 from radixkv.replay import CACHES, CacheConfig, Replay
+from radixkv.tokens import unpack
 from radixkv.workloads import FORMATS, WORKLOADS, open_trace, open_workload
 
 EMBEDDED = "embedded"
@@ -54,6 +55,7 @@ class Config:
     limit: int | None = None
     skip_bad: bool = False
     model_shape: str = "llama-3-8b"
+    serve: bool = False
 
     def caches(self) -> list[CacheConfig]:
         """Returns every cache asked for; what an option does not concern is not repeated for it."""
@@ -155,6 +157,39 @@ def replay(trace: Any, name: str, config: Config) -> list[Row]:
     return [_row(name, replays[cache], optimum, config) | {"tokens": tokens} for cache in config.caches()]
 
 
+SERVED_REQUESTS = 16
+SERVED_PROMPT_BYTES = 1000
+
+
+def serve_embedded(config: Config) -> list[Row]:
+    """Serves short requests of the embedded workload on tiny_gpt, all at once, with each cache; prints a table.
+
+    Raises:
+        AssertionError: two caches gave different tokens.
+    """
+    # These load torch, which a trace's comparison does without.
+    from experiments.serving import COLUMNS, Arrival, serve, summarize
+    from radixkv.engine import Engine
+
+    arrivals: list[Arrival] = []
+    for request in open_workload(EMBEDDED, seed=config.seed):
+        if request.num_prompt_tokens <= SERVED_PROMPT_BYTES and len(arrivals) < SERVED_REQUESTS:
+            arrivals.append(Arrival(0.0, tuple(unpack(request.prompt).tolist()), 16))
+    rows, answers = [], []
+    with progress("serving on tiny_gpt", len(config.cache)) as bar:
+        for cache in config.cache:
+            engine = Engine.from_pretrained("tiny_gpt", cache=cache, num_blocks=4096)
+            serve(engine, [Arrival(0.0, tuple(range(40)), 4)] * 2)  # first calls of everything
+            outputs = serve(engine, arrivals)
+            rows.append({"cache": cache, **summarize(outputs)})
+            answers.append([output.outputs[0].token_ids for output in outputs])
+            bar.advance(bar.task_ids[0])
+    assert all(answer == answers[0] for answer in answers), "the caches gave different tokens"
+    title = f"The engine on tiny_gpt: {SERVED_REQUESTS} of these requests at once, the same tokens from each; in ms"
+    print_table(title, COLUMNS, rows)
+    return rows
+
+
 def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
     cache = replayed.config
     num_requests = max(replayed.num_requests, 1)
@@ -220,6 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--limit", type=int, help="read at most so many requests of each trace")
     add("--skip-bad", action="store_true", help="count lines that can't be read, and go on")
     add("--model-shape", choices=sorted(MODEL_SHAPES), default="llama-3-8b", help="whose KV bytes to report")
+    add(
+        "--serve", choices=("on", "off"), default="on", help="then serve part of the embedded workload on tiny_gpt (on)"
+    )
     add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets compare.json and compare.png (results)")
     given: dict[str, Any] = vars(parser.parse_args(arguments))
     out = given.pop("out")
@@ -229,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given["block_size"] = given["block_size"] or (EMBEDDED_BLOCK_SIZES if is_embedded else (16,))
     given["partial_blocks"] = [choice == "on" for choice in given["partial_blocks"]]
     given["cache_outputs"] = given["cache_outputs"] == "on"
+    given["serve"] = given["serve"] == "on" and is_embedded
     options: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
@@ -246,7 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stopped = "interrupted"
     if not rows:
         fail(stopped or "there was no request to replay")
-    path = save(out, "compare", asdict(config), rows)
+    serving: list[Row] = []
+    if config.serve and not stopped:
+        serving = serve_embedded(config)
+    path = save(out, "compare", asdict(config), rows, serving=serving)
     console.print(f"{path}\n{plot(path)}", highlight=False)
     if stopped:  # what had ended by then is kept
         fail(stopped)

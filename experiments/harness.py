@@ -69,12 +69,14 @@ def _processor() -> str:
     return platform.processor() or "unknown"
 
 
-def save(out: Path, name: str, config: Mapping[str, Any], rows: Sequence[Row]) -> Path:
-    """Writes out/name.json with config, environment and rows; whole or not at all. Returns its path."""
+def save(out: Path, name: str, config: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> Path:
+    """Writes out/name.json with config, environment, rows, and more; whole or not at all. Returns its path."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}.json"
     unfinished = path.with_suffix(".json.part")
-    unfinished.write_text(json.dumps({"config": config, "environment": environment(), "rows": rows}, indent=1) + "\n")
+    unfinished.write_text(
+        json.dumps({"config": config, "environment": environment(), "rows": rows, **more}, indent=1) + "\n"
+    )
     unfinished.replace(path)
     return path
 

@@ -57,6 +57,20 @@ def serve(
     return [generations[index].output() for index in range(len(arrivals))]
 
 
+COLUMNS = {
+    "cache": "{cache}",
+    "hit rate": "{hit_rate:.1%}",
+    "computed": "{num_computed_tokens:,}",
+    "TTFT p50": "{ttft_p50_ms:.0f}",
+    "p99": "{ttft_p99_ms:.0f}",
+    "TPOT p50": "{tpot_p50_ms:.1f}",
+    "p99 ": "{tpot_p99_ms:.1f}",
+    "ITL p50": "{itl_p50_ms:.1f}",
+    "p99  ": "{itl_p99_ms:.1f}",
+    "out tok/s": "{output_throughput:.0f}",
+}
+
+
 def summarize(outputs: Sequence[RequestOutput]) -> Row:
     """Returns the serving metrics of finished requests, times in milliseconds."""
     metrics = [output.metrics for output in outputs]

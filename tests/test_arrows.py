@@ -30,6 +30,7 @@ ARROWS = {
     },
     "radixkv.model": {"radixkv.request", "radixkv_kernels"},
     "radixkv.generation": {"radixkv.request"},
+    "radixkv.selftest": {"radixkv.engine", "radixkv.request"},
     "radixkv.engine": {
         "radixkv.batch",
         "radixkv.cache",

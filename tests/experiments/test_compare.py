@@ -27,9 +27,9 @@ FIELDS = [
 
 
 def run(tmp_path, *options):
-    compare.main([*options, "--out", str(tmp_path)])
+    compare.main([*options, "--serve", "off", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "compare.json").read_text())
-    assert set(result) == {"config", "environment", "rows"}
+    assert set(result) == {"config", "environment", "rows", "serving"}
     assert (tmp_path / "compare.png").stat().st_size > 1000
     return result["rows"]
 
@@ -48,6 +48,15 @@ def test_the_embedded_workload_by_default(tmp_path, capsys):
         assert flat["hash_us_per_request"] > 0 == radix["hash_us_per_request"]
     assert by_size["radix", 16]["num_cached_tokens"] == by_size["radix", 128]["num_cached_tokens"]
     assert "embedded: 60 requests" in capsys.readouterr().out
+
+
+def test_then_the_engine_serves_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "SERVED_REQUESTS", 4)
+    compare.main(["--limit", "5", "--out", str(tmp_path)])
+    serving = json.loads((tmp_path / "compare.json").read_text())["serving"]
+    assert [row["cache"] for row in serving] == ["null", "flat_hash", "radix"]
+    assert serving[0]["num_cached_tokens"] == 0 < serving[1]["num_cached_tokens"] <= serving[2]["num_cached_tokens"]
+    assert "the same tokens from each" in capsys.readouterr().out
 
 
 def write_trace(tmp_path, name="my.jsonl"):
