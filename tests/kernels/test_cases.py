@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from radixkv_kernels import copy_blocks, merge_states, paged_attention, store_kv
+from radixkv_kernels.torch_impl.workspace import thread_workspace
 
 from tests.kernels.problems import FP8, Shape, check, dense, empty_cache, make, relative_error
 
@@ -213,3 +214,16 @@ def test_copy_of_partial_blocks(implementation, layout):
     for cache in (k_cache, v_cache):
         assert torch.equal(cache[3], cache[0]) and torch.equal(cache[4, 0], cache[1, 0])
         assert cache[4, 1:].isnan().all() and cache[5].isnan().all()
+
+
+def test_scratch_made_in_inference_mode_serves_outside_of_it_too():
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(300, 2, 32, generator=generator) for _ in range(2))
+    q = torch.randn(3, 4, 32, generator=generator)
+    thread_workspace().clear()
+    with torch.inference_mode():
+        inside, _ = one_sequence(k, v, q, "torch")
+    outside, _ = one_sequence(k, v, q, "torch")
+    with torch.inference_mode():
+        again, _ = one_sequence(k, v, q, "torch")
+    assert torch.equal(inside, outside) and torch.equal(outside, again)

@@ -25,7 +25,9 @@ class Workspace:
         key = (name, dtype, device)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=dtype, device=device)
+            # Made in inference mode, it could not be written to outside of it.
+            with torch.inference_mode(False):
+                buffer = torch.empty(size, dtype=dtype, device=device)
             self._buffers[key] = buffer
         return buffer[:size].view(shape)
 
