@@ -7,7 +7,6 @@ hit (the flat hash: whole blocks before p); a variable part that stands first le
     python -m experiments.break_prefix
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, console, print_table, pyplot, save
+from experiments.harness import Row, console, parser, print_table, pyplot, save
 from radixkv.replay import CacheConfig, Replay
 
 
@@ -78,14 +77,8 @@ def plot(path: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.break_prefix",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets break_prefix.json and break_prefix.png")
-    given = parser.parse_args(arguments)
+    options = parser("break_prefix", __doc__, "break_prefix.json and break_prefix.png")
+    given = options.parse_args(arguments)
     config = Config()
     rows = run(config)
     shown = [row for row in rows if row["position"] in (None, 0, 100, 300, 500)]

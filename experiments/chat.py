@@ -10,7 +10,6 @@ TTFT falls to about half or less at every load, throughput does not fall; on ran
     python -m experiments.chat --rates 4 8 inf
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, console, print_table, progress, pyplot, save
+from experiments.harness import Row, console, parser, print_table, progress, pyplot, save
 from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize
 from radixkv.engine import Engine
 from radixkv.replay import CACHES
@@ -115,17 +114,14 @@ def plot(path: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    options = parser("chat", __doc__, "chat.json and chat.png")
+    add = options.add_argument
     add("--rates", nargs="+", type=float, default=list(Config.rates_per_s), metavar="N", help="arrivals a second; inf")
     add("--model", default=Config.model, help="a preset, a Hugging Face folder or a .gguf file")
     add("--cache", nargs="+", choices=CACHES, default=list(CACHES))
     add("--smoke", action="store_true", help="few requests: does it run?")
     add("--seed", type=int, default=Config.seed)
-    add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets chat.json and chat.png (results)")
-    given = parser.parse_args(arguments)
+    given = options.parse_args(arguments)
     config = Config(
         model=given.model,
         rates_per_s=tuple(given.rates),

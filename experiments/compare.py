@@ -15,11 +15,10 @@ import argparse
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from experiments.compare_report import plot, print_rows
-from experiments.harness import Row, console, fail, print_table, progress, save
+from experiments.harness import Row, console, fail, parser, print_table, progress, save
 from radixkv.cache.base import check_block_size
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.hashing import ALGORITHMS
@@ -220,11 +219,9 @@ def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    source = parser.add_mutually_exclusive_group()
+    options = parser("compare", __doc__, "compare.json and compare.png")
+    add = options.add_argument
+    source = options.add_mutually_exclusive_group()
     source.add_argument(
         "--trace", nargs="+", default=[], metavar="FILE", help="trace files, each a trace of its own; format recognised"
     )
@@ -258,8 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add(
         "--serve", choices=("on", "off"), default="on", help="then serve part of the embedded workload on tiny_gpt (on)"
     )
-    add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets compare.json and compare.png (results)")
-    given: dict[str, Any] = vars(parser.parse_args(arguments))
+    given: dict[str, Any] = vars(options.parse_args(arguments))
     out = given.pop("out")
     is_embedded = given["workload"] in (None, EMBEDDED) and not given["trace"]
     given["pool_tokens"] = EMBEDDED_POOLS if is_embedded and given["num_blocks"] is None else ()
@@ -268,10 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given["partial_blocks"] = [choice == "on" for choice in given["partial_blocks"]]
     given["cache_outputs"] = given["cache_outputs"] == "on"
     given["serve"] = given["serve"] == "on" and is_embedded
-    options: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
-    config = Config(**options)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    config = Config(**given)
     rows: list[Row] = []
     stopped = ""
     try:

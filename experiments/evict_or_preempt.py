@@ -6,20 +6,18 @@ its caller waits. Expected: evicting first computes fewer tokens and preempts fa
     python -m experiments.evict_or_preempt
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, console, print_table, save
+from experiments.harness import Row, console, parser, print_table, save
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
 from radixkv.request import Request, SamplingParams
 from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.scheduler import Sequence as Running
+from radixkv.sequence import Sequence as Running
 
 
 @dataclass(frozen=True)
@@ -80,13 +78,8 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.evict_or_preempt",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="gets evict_or_preempt.json")
-    given = parser.parse_args(arguments)
+    options = parser("evict_or_preempt", __doc__, "evict_or_preempt.json")
+    given = options.parse_args(arguments)
     config = Config()
     rows = run(config)
     print_table(f"{config.num_requests} chats in pools of blocks of 16", COLUMNS, rows)

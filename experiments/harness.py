@@ -1,5 +1,6 @@
 """What every experiment shares: where it ran, results as JSON, tables, progress, the look of the plots."""
 
+import argparse
 import json
 import os
 import platform
@@ -126,6 +127,17 @@ def pyplot() -> Any:
         }
     )
     return plt
+
+
+def parser(name: str, description: str | None, files: str) -> argparse.ArgumentParser:
+    """Returns an experiment's parser: its docstring as help, and where its results go."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m experiments.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help=f"gets {files} (results)")
+    return made
 
 
 def fail(message: str) -> None:

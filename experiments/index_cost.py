@@ -11,7 +11,6 @@ path and the number of leaves; the flat hash costs a hash and a lookup for each 
     python -m experiments.index_cost --cache radix --block-size 1 16
 """
 
-import argparse
 import gc
 import json
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, console, fail, print_table, progress, pyplot, save
+from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
 from radixkv.cache.base import PrefixCache
 from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS
@@ -279,18 +278,13 @@ def plot(path: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.index_cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+    options = parser("index_cost", __doc__, "index_cost.json and index_cost.png")
+    add = options.add_argument
     add("--cache", nargs="+", choices=CACHES, default=list(CACHES), help="default: all")
     add("--block-size", nargs="+", type=int, default=[1, 16], metavar="N", help="1 (radix alone) and 16")
     add("--smoke", action="store_true", help="small sizes: does it run?")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("results"), metavar="DIR", help="gets index_cost.json and index_cost.png")
-    given = parser.parse_args(arguments)
+    given = options.parse_args(arguments)
     config = Config(cache=tuple(given.cache), block_size=tuple(given.block_size), seed=given.seed)
     if given.smoke:
         sizes = {"num_conversations": 20, "num_turns": 20, "num_leaves": (100, 500), "num_evictions": 20}

@@ -6,15 +6,13 @@ on finish, concurrent arrivals with one system prompt hit nothing; published at 
     python -m experiments.publish_timing
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, console, print_table, save
+from experiments.harness import Row, console, parser, print_table, save
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager, SequenceBlocks
 from radixkv.request import Request, SamplingParams
@@ -80,13 +78,8 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.publish_timing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="gets publish_timing.json")
-    given = parser.parse_args(arguments)
+    options = parser("publish_timing", __doc__, "publish_timing.json")
+    given = options.parse_args(arguments)
     config = Config()
     rows = run(config)
     print_table(f"{config.num_requests} requests, one system prompt of {config.system_tokens} tokens", COLUMNS, rows)

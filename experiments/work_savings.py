@@ -7,14 +7,12 @@ with a prefix of 520 the flat hash computes 8 tokens more for each hit, and the 
     python -m experiments.work_savings
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, console, print_table, save
+from experiments.harness import Row, console, parser, print_table, save
 from radixkv.replay import CACHES, CacheConfig, Replay
 
 
@@ -56,13 +54,8 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.work_savings",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="gets work_savings.json")
-    given = parser.parse_args(arguments)
+    options = parser("work_savings", __doc__, "work_savings.json")
+    given = options.parse_args(arguments)
     config = Config()
     rows = run(config)
     print_table("Prefill of 8 requests, blocks of 16", COLUMNS, rows)

@@ -33,7 +33,7 @@ from radixkv.replay import CacheConfig
 from radixkv.request import Request, RequestOutput, SamplingParams
 from radixkv.runner import Runner, kv_bytes_per_block
 from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.scheduler import Sequence as Running
+from radixkv.sequence import Sequence as Running
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 DEFAULT_KV_BYTES = 2**30

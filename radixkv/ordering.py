@@ -6,15 +6,13 @@ An order knows what waits and nothing of blocks; `next` may be asked again after
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from sortedcontainers import SortedKeyList
 
 from radixkv.cache.base import PrefixCache
+from radixkv.sequence import Sequence
 from radixkv.tokens import num_common_tokens
-
-if TYPE_CHECKING:
-    from radixkv.scheduler import Sequence
 
 
 class Order(Protocol):

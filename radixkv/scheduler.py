@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 from sortedcontainers import SortedKeyList, SortedList
 
 from radixkv.batch import ScheduledBatch, ScheduledSequence
 from radixkv.block_allocator import OutOfBlocks
 from radixkv.cache.base import check_count
-from radixkv.kv_manager import BlockCopy, KVManager, SequenceBlocks
+from radixkv.kv_manager import BlockCopy, KVManager
 from radixkv.ordering import make_order
 from radixkv.request import Request
+from radixkv.sequence import Sequence
 from radixkv.tokens import num_common_tokens, pack
 
 # A decoding sequence publishes in strides of at least so many tokens: publishing every token at block size 1 would
@@ -54,67 +54,6 @@ class SchedulerConfig:
             if check_count(name, getattr(self, name)) == 0:
                 raise ValueError(f"{name}: expected an int >= 1, got 0")
         check_count("max_overtakes", self.max_overtakes)
-
-
-class Sequence:
-    """One sample of a request: its tokens so far, and what it holds. Read it; the scheduler alone changes it.
-
-    Attributes:
-        sequence_id: unique in its scheduler.
-        arrival: (request, sample), by which sequences are older or younger.
-        prompt: its prompt, packed.
-        token_ids: [capacity] int32; the first num_tokens of them are the prompt and what was generated.
-        num_computed: tokens whose KV an earlier step computed, or the cache had.
-        blocks: None while it waits.
-        num_cached_tokens: of the prompt, found in the cache at its first admission; None before it.
-    """
-
-    __slots__ = (
-        "_packed",
-        "arrival",
-        "blocks",
-        "num_cached_tokens",
-        "num_computed",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_tokens",
-        "prompt",
-        "request",
-        "sample",
-        "sequence_id",
-        "step",
-        "target",
-        "token_ids",
-    )
-
-    def __init__(self, sequence_id: int, arrival: tuple[int, int], request: Request, sample: int) -> None:
-        prompt = np.array(request.prompt_token_ids, np.int32)
-        self.sequence_id = sequence_id
-        self.arrival = arrival
-        self.request = request
-        self.sample = sample
-        self.token_ids = np.empty(len(prompt) + request.sampling_params.max_tokens, np.int32)
-        self.token_ids[: len(prompt)] = prompt
-        self.num_prompt_tokens = self.num_tokens = len(prompt)
-        self.num_computed = 0
-        self.target = 0  # num_computed once the present step is committed
-        self.blocks: SequenceBlocks | None = None
-        self.num_cached_tokens: int | None = None
-        self.num_preemptions = 0
-        self.step = -1  # the last in which it was scheduled
-        self._packed = self.prompt = prompt.tobytes()
-
-    @property
-    def generated_token_ids(self) -> np.ndarray:
-        return self.token_ids[self.num_prompt_tokens : self.num_tokens]
-
-    def packed(self, start: int = 0, end: int | None = None) -> bytes:
-        """Returns tokens start .. end packed; all of them are packed once for each length."""
-        if start == 0 and end is None:
-            if len(self._packed) != 4 * self.num_tokens:
-                self._packed = self.token_ids[: self.num_tokens].tobytes()
-            return self._packed
-        return self.token_ids[start : self.num_tokens if end is None else end].tobytes()
 
 
 class Scheduler:
