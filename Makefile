@@ -8,6 +8,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/ready
 ARGS ?=
+# Threads that spin while they wait ruin small models where other work shares the cores.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: compare model index-cost test test-slow lint format clean
 
