@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from radixkv.cache.namespace import Namespace
 from radixkv.generation import Generation, Sample
 from radixkv.kv_manager import KVManager, PoolSizes
 from radixkv.model.checkpoint import load_checkpoint
-from radixkv.model.sampling import make_generator, sample_tokens
+from radixkv.model.sampling import SampledToken, make_generator, sample_tokens
 from radixkv.model.tokenizer import Tokenizer
 from radixkv.replay import CacheConfig
 from radixkv.request import Request, RequestOutput, SamplingParams
@@ -94,9 +96,11 @@ class Engine:
         self._clock = clock
         self._generations: dict[str, Generation] = {}
         self._arriving: deque[Generation] = deque()
-        self._aborting: deque[str] = deque()
+        self._aborting: deque[Generation] = deque()
         self._names = itertools.count()
-        self._num_steps = 0
+        self._num_steps = self._num_ended = 0
+        self._adding = threading.Lock()
+        self._stepping = threading.Lock()
 
     @classmethod
     def from_pretrained(
@@ -173,17 +177,13 @@ class Engine:
                 needs a tokenizer that is not there; the id is in use. Nothing else is disturbed.
         """
         params = sampling_params or SamplingParams()
-        token_ids = self._token_ids(prompt)
-        self._check_prompt(token_ids, params)
-        if request_id is None:
-            request_id = next(name for name in map(str, self._names) if name not in self._generations)
-        request = Request(request_id, tuple(token_ids), params, namespace)
-        self.scheduler.check_fits(request)
-        if request_id in self._generations:
-            raise ValueError(f"request_id: expected one that is not in use, got {request_id!r}")
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: expected no stop strings, as this engine has no tokenizer")
+        token_ids = self._token_ids(prompt)
+        self._check_prompt(token_ids, params)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         samples = [
             Sample(
                 params,
@@ -193,14 +193,22 @@ class Engine:
             )
             for sample in range(params.n)
         ]
-        generation = Generation(request, samples, self._clock())
-        self._generations[request_id] = generation
-        self._arriving.append(generation)
+        with self._adding:
+            if request_id is None:
+                request_id = next(name for name in map(str, self._names) if name not in self._generations)
+            request = Request(request_id, tuple(token_ids), params, namespace)
+            self.scheduler.check_fits(request)
+            if request_id in self._generations:
+                raise ValueError(f"request_id: expected one that is not in use, got {request_id!r}")
+            generation = self._generations[request_id] = Generation(request, samples, self._clock())
+            self._arriving.append(generation)
         return request_id
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; one that is not known, or ended, is passed over. From any thread."""
-        self._aborting.append(request_id)
+        generation = self._generations.get(request_id)
+        if generation is not None:
+            self._aborting.append(generation)
 
     def generation(self, request_id: str) -> Generation:
         """Returns what is known of an unfinished request; the object lives on when it ends."""
@@ -215,12 +223,15 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, as this engine has no tokenizer, got a text")
             return self.tokenizer.encode(prompt)
-        items = list(prompt)
+        try:
+            items: list[Any] = list(prompt)
+        except TypeError:
+            raise ValueError(f"prompt: expected a text, token ids or messages, got {prompt!r}") from None
         if items and isinstance(items[0], dict):
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, as this engine has no tokenizer, got messages")
-            return self.tokenizer.encode_messages(items)  # type: ignore[arg-type]
-        return items  # type: ignore[return-value]
+            return self.tokenizer.encode_messages(items)
+        return [int(item) if isinstance(item, Integral) else item for item in items]
 
     def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
         config = self.runner.config
@@ -238,21 +249,31 @@ class Engine:
     # ---- a step
 
     def step(self) -> StepStats:
-        """Takes in what has arrived, schedules, runs, samples. One thread at a time.
+        """Takes in what has arrived, schedules, runs, samples. A second thread waits until the first has finished.
 
         A forward pass that fails is withdrawn, and each of its sequences runs by itself; one that fails alone ends
-        with finish_reason "error", and nobody else notices.
+        with finish_reason "error", and nobody else notices. An interruption (Ctrl-C) withdraws the step and goes on up.
         """
+        with self._stepping:
+            try:
+                return self._step()
+            except BaseException:
+                self.scheduler.withdraw()
+                raise
+
+    def _step(self) -> StepStats:
         scheduler, manager = self.scheduler, self.scheduler.manager
-        before = (scheduler.num_hit_tokens, scheduler.num_preemptions, manager.num_evicted_blocks)
-        unfinished = len(self._generations)
+        before = (scheduler.num_hit_tokens, scheduler.num_preemptions, manager.num_evicted_blocks, self._num_ended)
         started = self._clock()
         self._take_in()
         batch = scheduler.schedule()
         sequences = list(scheduler.batch)
-        scheduled = self._clock()
+        scheduled = ran = self._clock()
+        for sequence in sequences:
+            metrics = self._generations[sequence.request.request_id].metrics
+            if metrics.first_scheduled_s is None:
+                metrics.first_scheduled_s = scheduled
         num_failed = 0
-        ran = scheduled
         if batch.sequences:
             try:
                 logits = self.runner.forward(batch)
@@ -261,19 +282,22 @@ class Engine:
                 ran = self._clock()
             else:
                 ran = self._clock()
-                self._accept(batch, sequences, logits)
+                num_failed = self._accept(batch, sequences, logits)
         self._num_steps += 1
-        num_decodes = sum(item.num_tokens == 1 for item in batch.sequences)
+        prompts = [
+            min(max(s.num_prompt_tokens - item.start, 0), item.num_tokens)
+            for s, item in zip(sequences, batch.sequences, strict=True)
+        ]
         return StepStats(
             step=self._num_steps,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_prefill_tokens=batch.num_tokens - num_decodes,
-            num_decode_tokens=num_decodes,
+            num_prefill_tokens=sum(prompts),
+            num_decode_tokens=batch.num_tokens - sum(prompts),
             num_hit_tokens=scheduler.num_hit_tokens - before[0],
             num_preemptions=scheduler.num_preemptions - before[1],
             num_evicted_blocks=manager.num_evicted_blocks - before[2],
-            num_finished=unfinished - len(self._generations),
+            num_finished=self._num_ended - before[3],
             num_failed=num_failed,
             sizes=manager.sizes,
             schedule_s=scheduled - started,
@@ -282,12 +306,13 @@ class Engine:
         )
 
     def _take_in(self) -> None:
-        while self._arriving:
+        # Whoever is aborted by now has been added by now.
+        aborting = [self._aborting.popleft() for _ in range(len(self._aborting))]
+        for _ in range(len(self._arriving)):
             self.scheduler.add(self._arriving.popleft().request)
-        while self._aborting:
-            request_id = self._aborting.popleft()
-            for sequence in self.scheduler.sequences(request_id):
-                self._end(sequence, "abort")
+        for generation in aborting:
+            if self._generations.get(generation.request.request_id) is generation:
+                self._end_all(generation.request.request_id, "abort")
 
     def _run_apart(self, sequences: Sequence[Running]) -> int:
         """Runs the sequences of a failed step one by one; returns how many failed."""
@@ -300,61 +325,94 @@ class Engine:
                 logits = self.runner.forward(batch)
             except Exception as error:
                 self.scheduler.withdraw()
-                self._end(sequence, "error", f"{type(error).__name__}: {error}")
+                self._end_all(sequence.request.request_id, "error", _described(error))
                 num_failed += 1
             else:
-                self._accept(batch, [sequence], logits)
+                num_failed += self._accept(batch, [sequence], logits)
         return num_failed
 
-    def _accept(self, batch: ScheduledBatch, sequences: Sequence[Running], logits: torch.Tensor) -> None:
-        """The batch has run: samples for those whose tokens are all computed."""
+    def _accept(self, batch: ScheduledBatch, sequences: Sequence[Running], logits: torch.Tensor) -> int:
+        """The batch has run: samples for those whose tokens are all computed. Returns how many that failed for."""
         self.scheduler.commit()
-        now = self._clock()
-        rows: list[tuple[Running, int]] = []  # a sequence, and its row of logits
-        for running, item in zip(sequences, batch.sequences, strict=True):
+        wanted = [s for s, item in zip(sequences, batch.sequences, strict=True) if item.needs_logits]
+        for running in sequences:
             generation = self._generations[running.request.request_id]
-            if generation.metrics.first_scheduled_s is None:
-                generation.metrics.first_scheduled_s = now
+            if not generation.metrics.token_times_s:
                 generation.num_cached_tokens = running.num_cached_tokens or 0
-            if item.needs_logits:
-                rows.append((running, len(rows)))
-        for running, row in list(rows):
-            num_samples = running.request.sampling_params.n
-            if num_samples > 1 and running.sample == 0 and running.num_tokens == running.num_prompt_tokens:
-                for index in range(1, num_samples):
-                    other, copies = self.scheduler.fork(running, index)
-                    self.runner.copy(copies)
-                    rows.append((other, row))
-        samples = [self._generations[running.request.request_id].samples[running.sample] for running, _ in rows]
-        picked = logits[[row for _, row in rows]] if len(rows) > len(logits) else logits
-        params = [running.request.sampling_params for running, _ in rows]
-        tokens = sample_tokens(picked, params, [sample.generator for sample in samples])
-        now = self._clock()
-        for (running, _), sample, token in zip(rows, samples, tokens, strict=True):
-            self.scheduler.append_token(running, token.token_id)
-            metrics = self._generations[running.request.request_id].metrics
-            if metrics.first_token_s is None:
-                metrics.first_token_s = now
-            if running.sample == 0:
-                metrics.token_times_s.append(now)
-            metrics.num_preemptions = max(metrics.num_preemptions, running.num_preemptions)
-            if sample.append(token.token_id, token.logprobs):
-                self._end(running, sample.finish_reason or "stop")
+        # What is sampled from a row: a token for its sequence, or at the end of a prompt one for each of n samples.
+        samples = [self._samples_of(running) for running in wanted]
+        rows = [row for row, some in enumerate(samples) for _ in some]
+        every = [sample for some in samples for sample in some]
+        params = [wanted[row].request.sampling_params for row in rows]
+        picked = logits[rows] if len(rows) > len(logits) else logits
+        try:
+            tokens = iter(sample_tokens(picked, params, [sample.generator for sample in every]))
+        except ValueError:
+            # One of the rows is no distribution; the others are.
+            each = zip(wanted, samples, logits.split(1), strict=True)
+            return sum(self._sample(running, some, row) for running, some, row in each)
+        return sum(self._take(s, some, [next(tokens) for _ in some]) for s, some in zip(wanted, samples, strict=True))
 
-    def _end(self, sequence: Running, reason: str, error: str | None = None) -> None:
-        generation = self._generations[sequence.request.request_id]
+    def _samples_of(self, running: Running) -> list[Sample]:
+        samples = self._generations[running.request.request_id].samples
+        is_prompt = running.sample == 0 and running.num_tokens == running.num_prompt_tokens
+        return list(samples) if is_prompt else [samples[running.sample]]
+
+    def _sample(self, running: Running, samples: list[Sample], row: torch.Tensor) -> int:
+        """Samples from one row by itself; ends the request if that fails. Returns 1 if it did."""
+        params = [running.request.sampling_params] * len(samples)
+        try:
+            tokens = sample_tokens(row[[0] * len(samples)], params, [sample.generator for sample in samples])
+        except ValueError as error:
+            self._end_all(running.request.request_id, "error", _described(error))
+            return 1
+        return self._take(running, samples, tokens)
+
+    def _take(self, running: Running, samples: list[Sample], tokens: list[SampledToken]) -> int:
+        """Gives tokens to a sequence and, at the end of its prompt, to its forks. Returns 1 if forking failed."""
+        generation = self._generations[running.request.request_id]
+        now = self._clock()
+        each = [running]
+        try:
+            for index in range(1, len(samples)):
+                other, copies = self.scheduler.fork(running, index)
+                each.append(other)
+                self.runner.copy(copies)
+        except Exception as error:
+            self._end_all(running.request.request_id, "error", _described(error))
+            return 1
+        metrics = generation.metrics
+        if metrics.first_token_s is None:
+            metrics.first_token_s = now
+        for sequence, sample, token in zip(each, samples, tokens, strict=True):
+            self.scheduler.append_token(sequence, token.token_id)
+            if sequence.sample == 0:
+                metrics.token_times_s.append(now)
+            if sample.append(token.token_id, token.logprobs):
+                self._end(sequence)
+        return 0
+
+    def _end(self, sequence: Running) -> None:
+        """Takes a sequence whose sample has ended out of the scheduler."""
+        request_id = sequence.request.request_id
         self.scheduler.finish(sequence)
-        samples = generation.samples
-        own = samples[sequence.sample]
-        ended = [own]
-        if reason in ("abort", "error") and sequence.num_tokens == sequence.num_prompt_tokens:
-            ended = list(samples)  # not forked yet
-        for sample in ended:
+        generation = self._generations.get(request_id)
+        if generation is None:  # ended with all its samples
+            return
+        metrics = generation.metrics
+        metrics.num_preemptions = max(metrics.num_preemptions, sequence.num_preemptions)
+        if generation.is_finished:
+            metrics.finished_s = self._clock()
+            self._num_ended += 1
+            del self._generations[request_id]
+
+    def _end_all(self, request_id: str, reason: str, error: str | None = None) -> None:
+        """Ends all of a request that still runs, samples that have yet to be forked included."""
+        for sample in self._generations[request_id].samples:
             if sample.finish_reason is None:
                 sample.end(reason, error)
-        if generation.is_finished:
-            generation.metrics.finished_s = self._clock()
-            del self._generations[sequence.request.request_id]
+        for sequence in self.scheduler.sequences(request_id):
+            self._end(sequence)
 
     # ---- whole requests
 
@@ -380,10 +438,10 @@ class Engine:
         try:
             for prompt, params in zip(prompts, each, strict=True):
                 generations.append(self._generations[self.add_request(prompt, params)])
-        except ValueError:
+        except BaseException:
             for generation in generations:
                 self.abort(generation.request.request_id)
-            self._take_in()
+            self._settle()
             raise
         while not all(generation.is_finished for generation in generations):
             self.step()
@@ -410,7 +468,7 @@ class Engine:
         finally:
             if not generation.is_finished:
                 self.abort(generation.request.request_id)
-                self._take_in()
+                self._settle()
 
     async def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -426,16 +484,28 @@ class Engine:
                     yield generation.output()
                 if generation.is_finished:
                     return
-                async with self._stepping():
-                    now = sum(len(sample.token_ids) for sample in generation.samples)
-                    if now == seen and not generation.is_finished:
-                        await asyncio.to_thread(self.step)
+                # The step goes on in its thread when this task is cancelled; the next one waits for it (`step`).
+                await asyncio.to_thread(self._step_unless, generation, seen)
         finally:
             if not generation.is_finished:
                 self.abort(generation.request.request_id)
+                self._settle()
 
-    def _stepping(self) -> asyncio.Lock:
-        loop = asyncio.get_running_loop()
-        if getattr(self, "_lock_loop", None) is not loop:
-            self._lock_loop, self._lock = loop, asyncio.Lock()
-        return self._lock
+    def _step_unless(self, generation: Generation, seen: int) -> None:
+        """Steps, unless another stream's step has brought something in the meantime."""
+        with self._stepping:
+            if generation.is_finished or sum(len(sample.token_ids) for sample in generation.samples) > seen:
+                return
+        self.step()
+
+    def _settle(self) -> None:
+        """Takes aborts in now, where no step is under way; else the next one does."""
+        if self._stepping.acquire(blocking=False):
+            try:
+                self._take_in()
+            finally:
+                self._stepping.release()
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -75,16 +76,25 @@ class Sample:
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Ends the sample, whatever it was doing."""
-        self.finish_reason, self.error = reason, error
-        if self._detokenizer is not None:
-            rest = self._detokenizer.finish()
-            if rest:
-                self._add_text(rest)
-                self.finish_reason = reason
+        rest = self._detokenizer.finish() if self._detokenizer is not None else ""
+        if rest:
+            self._add_text(rest)
+        if self.finish_reason is None or reason != "length":
+            self.finish_reason = reason
+        self.error = error
 
     def output(self) -> CompletionOutput:
         logprobs = None if self._logprobs is None else list(self._logprobs)
-        return CompletionOutput(list(self.token_ids), self.text, self.finish_reason, logprobs, self.error)
+        return CompletionOutput(list(self.token_ids), self._shown_text(), self.finish_reason, logprobs, self.error)
+
+    def _shown_text(self) -> str:
+        """The text, but for an end that may be the beginning of a stop string: a stream never takes anything back."""
+        if self.finish_reason is not None or not self._longest_stop:
+            return self.text
+        for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._params.stop):
+                return self.text[:-length]
+        return self.text
 
 
 class Generation:
@@ -95,7 +105,6 @@ class Generation:
         self.samples = tuple(samples)
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(arrival_s)
-        self.is_aborted = False
 
     @property
     def is_finished(self) -> bool:
@@ -108,5 +117,5 @@ class Generation:
             list(self.request.prompt_token_ids),
             [sample.output() for sample in self.samples],
             self.num_cached_tokens,
-            self.metrics,
+            replace(self.metrics, token_times_s=list(self.metrics.token_times_s)),
         )

@@ -5,6 +5,7 @@ An order knows what waits and nothing of blocks; `next` may be asked again after
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -58,39 +59,68 @@ class Fcfs:
 class LongestPrefix:
     """The one with most tokens cached first (RadixAttention's order), the earliest of equals.
 
-    Cost: a peek for each that waits in each pass in which somebody may be admitted, and a comparison of tokens with
-    whoever was admitted, because that one's prefix is published at once.
+    What is known of a match ages: it is looked at anew for a few in each pass, for newcomers, and for whoever is about
+    to be chosen. Who shares a prefix with the one just admitted learns of it at once: that is published at once.
+
+    Cost: a pass looks at REFRESHED matches and those of newcomers; an admission compares the first tokens of all that
+    wait with one.
     """
+
+    REFRESHED = 32
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._matched: dict[Sequence, int] = {}
-        self._is_stale = True
+        self._sorted = SortedKeyList(key=lambda sequence: (-self._matched[sequence], sequence.arrival))
+        self._newcomers: dict[Sequence, None] = {}
+        self._turn: deque[Sequence] = deque()  # whose turn it is to be looked at; may hold some that wait no longer
+        self._is_known: set[Sequence] = set()  # looked at in this pass
 
     def add(self, sequence: Sequence) -> None:
         self._matched[sequence] = 0
-        self._is_stale = True
+        self._sorted.add(sequence)
+        self._newcomers[sequence] = None
+        self._turn.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
+        self._sorted.remove(sequence)
         del self._matched[sequence]
+        self._newcomers.pop(sequence, None)
 
     def begin_pass(self) -> None:
-        self._is_stale = True
+        self._is_known.clear()
+        for sequence in self._newcomers:
+            self._look(sequence)
+        self._newcomers.clear()
+        for _ in range(min(self.REFRESHED, len(self._turn))):
+            sequence = self._turn.popleft()
+            if sequence in self._matched:
+                self._look(sequence)
+                self._turn.append(sequence)
+
+    def _look(self, sequence: Sequence) -> None:
+        self._set(sequence, self._cache.peek(sequence.packed(), sequence.request.namespace))
+        self._is_known.add(sequence)
+
+    def _set(self, sequence: Sequence, matched: int) -> None:
+        if matched != self._matched[sequence]:
+            self._sorted.remove(sequence)
+            self._matched[sequence] = matched
+            self._sorted.add(sequence)
 
     def next(self, skipped: set[int]) -> Sequence | None:
-        if self._is_stale:
-            for sequence in self._matched:
-                self._matched[sequence] = self._cache.peek(sequence.packed(), sequence.request.namespace)
-            self._is_stale = False
-        candidates = (item for item in self._matched.items() if item[0].sequence_id not in skipped)
-        best = min(candidates, key=lambda item: (-item[1], item[0].arrival), default=None)
-        return best[0] if best else None
+        while True:
+            best = next((s for s in self._sorted if s.sequence_id not in skipped), None)
+            if best is None or best in self._is_known:
+                return best
+            self._look(best)  # it may have been evicted, and another may be before it now
 
     def started(self, sequence: Sequence) -> None:
-        tokens = sequence.packed()
-        for other, matched in self._matched.items():
-            if other.request.namespace == sequence.request.namespace:
-                self._matched[other] = max(matched, num_common_tokens(other.packed(), tokens))
+        tokens, namespace = sequence.packed(), sequence.request.namespace
+        head = tokens[:64]
+        for other, matched in list(self._matched.items()):
+            if other.packed().startswith(head) and other.request.namespace == namespace:
+                self._set(other, max(matched, num_common_tokens(other.packed(), tokens)))
 
 
 class DepthFirst:

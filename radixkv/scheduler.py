@@ -5,9 +5,10 @@ Called by `radixkv.engine` and `radixkv.simulate`. A step: `schedule`, somebody 
 
 Rules, in order. Running sequences first: a token for each that decodes, then chunks of prompts, then admissions, until
 the budget of tokens is used up. Blocks for them come from what is free, then from cached leaves, then from preempting a
-running sequence that arrived later; else the sequence waits a step. So the earliest arrival always gets on, and no two
-preempt each other in turn. Whatever a step computes is published when it is scheduled (`KVManager.publish`), and every
-sequence matches again before each chunk, so a prefix that many share is computed once.
+running sequence that arrived later and is not in the step yet; else the sequence waits a step. So the earliest arrival
+gets on sooner or later, and no two preempt each other in turn. Whatever a step computes is published when it is
+scheduled (`KVManager.publish`), and every sequence matches again before each chunk, so a prefix that many share is
+computed once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sortedcontainers import SortedKeyList, SortedList
 from radixkv.batch import ScheduledBatch, ScheduledSequence
 from radixkv.block_allocator import OutOfBlocks
 from radixkv.cache.base import check_count
+from radixkv.cache.namespace import parts
 from radixkv.kv_manager import BlockCopy, KVManager
 from radixkv.ordering import make_order
 from radixkv.request import Request
@@ -29,6 +31,8 @@ from radixkv.tokens import num_common_tokens, pack
 # A decoding sequence publishes in strides of at least so many tokens: publishing every token at block size 1 would
 # cost more than the rest of the step, and few requests share what another is just generating.
 DECODE_STRIDE_TOKENS = 16
+# Waiting sequences passed over in one step because another computes what they need next.
+MAX_SKIPPED = 32
 # Looked at for matches before a chunk: enough for many chunks, and not the whole of a million-token prompt each time.
 ADVANCE_TOKENS = 65_536
 
@@ -112,8 +116,9 @@ class Scheduler:
         return sequence
 
     def check_fits(self, request: Request) -> None:
-        """Raises ValueError if a request has no tokens, bad ones, or more than the pool can ever hold."""
+        """Raises ValueError if a request has no tokens, bad ones, a bad namespace, or more than the pool ever holds."""
         pack(request.prompt_token_ids)
+        parts(request.namespace)
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling_params.max_tokens
         num_slots = (self.manager.allocator.num_blocks or 0) * self.block_size
         if not num_prompt:
@@ -182,8 +187,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Chooses what the next step computes, and gives it blocks; without sequences where nothing can run."""
+        if self._batch:
+            raise RuntimeError("schedule: expected the last step to be committed or withdrawn before the next")
         self._step += 1
-        self._batch = []
         batch: list[ScheduledSequence] = []
         budget = self.config.max_num_batched_tokens
         prefills = []
@@ -233,6 +239,12 @@ class Scheduler:
         """The step has failed: nothing it was to compute is there. Returns its sequences, in the order of the batch."""
         self.manager.withdraw()
         failed, self._batch = self._batch, []
+        for sequence in failed:  # what they were to share with each other is not there
+            assert sequence.blocks is not None
+            if not sequence.num_computed and sequence.num_cached_tokens is not None and not sequence.num_preemptions:
+                lost = max(sequence.num_cached_tokens - sequence.blocks.num_cached_tokens, 0)
+                sequence.num_cached_tokens -= lost
+                self.num_hit_tokens -= lost
         return failed
 
     @property
@@ -245,7 +257,8 @@ class Scheduler:
         blocks = sequence.blocks
         assert blocks is not None
         matched = blocks.num_cached_tokens if blocks.lease.partial else blocks.lease.num_tokens
-        return max(sequence.num_computed, matched)
+        # One token is computed in any case, also where publishing has moved the lease over the last one.
+        return min(max(sequence.num_computed, matched), sequence.num_tokens - 1)
 
     def _continue(self, sequence: Sequence, budget: int, batch: list[ScheduledSequence]) -> int:
         """Matches what others have published since the last chunk, and schedules the next one."""
@@ -267,7 +280,7 @@ class Scheduler:
             end = max(end // self.block_size * self.block_size, start)
             if end == start:
                 end = min(sequence.num_tokens, start + budget)
-        if self._is_coming(sequence, start) or not self._grow(sequence, end):
+        if not self._grow(sequence, end):
             return 0
         start = self._start(sequence)  # a partial match may have been given up for want of room
         end = min(end, start + budget)
@@ -294,15 +307,12 @@ class Scheduler:
         first = blocks.lease.num_tokens
         return max(start, first + self.manager.publish(blocks, sequence.packed(first, end), start=first))
 
-    def _is_coming(self, sequence: Sequence, start: int) -> bool:
-        """Whether another sequence of this step computes, in a later chunk, the next block that this one needs."""
-        end = (start // self.block_size + 1) * self.block_size
-        if end > sequence.num_tokens:
-            return False
+    def _waits_for_another(self, sequence: Sequence) -> bool:
+        """Whether a sequence of this step computes, in a later chunk, a block that this waiting one needs next."""
         for other in self._batch:
-            if other.target < other.num_prompt_tokens and other.num_prompt_tokens >= end > other.target:
-                same = other.request.namespace == sequence.request.namespace
-                if same and num_common_tokens(other.packed(), sequence.packed()) >= end:
+            if other.target < other.num_prompt_tokens and other.request.namespace == sequence.request.namespace:
+                common = min(num_common_tokens(other.packed(), sequence.packed()), sequence.num_tokens - 1)
+                if common // self.block_size > other.target // self.block_size:
                     return True
         return False
 
@@ -374,17 +384,22 @@ class Scheduler:
             sequence = oldest if is_forced else self._order.next(skipped)
             if sequence is None or sequence.sequence_id in skipped:
                 return
+            if self._waits_for_another(sequence):
+                skipped.add(sequence.sequence_id)
+                if len(skipped) == MAX_SKIPPED:
+                    return
+                continue
             if not self._begin(sequence, promised):
+                return
+            num_tokens = self._schedule_chunk(sequence, budget, batch)
+            assert sequence.blocks is not None
+            if not num_tokens:
+                self.manager.cancel(sequence.blocks)
+                sequence.blocks = None
                 return
             self._stop_waiting(sequence)
             self.running.add(sequence)
-            num_tokens = self._schedule_chunk(sequence, budget, batch)
-            if not num_tokens:  # its next block is computed by another right now
-                self._take_back(sequence)
-                skipped.add(sequence.sequence_id)
-                continue
             if sequence.num_cached_tokens is None:
-                assert sequence.blocks is not None
                 sequence.num_cached_tokens = sequence.blocks.num_cached_tokens
                 self.num_hit_tokens += sequence.num_cached_tokens
             budget -= num_tokens
@@ -392,8 +407,8 @@ class Scheduler:
             self._order.started(sequence)
             if self._waiting and self._waiting[0].arrival < sequence.arrival:
                 self._started.add(sequence.arrival)
-            if not self._waiting:
-                self._started.clear()
+            while self._started and (not self._waiting or self._started[0] < self._waiting[0].arrival):
+                self._started.pop(0)
 
     def _begin(self, sequence: Sequence, promised: int) -> bool:
         """Matches a waiting sequence, if the pool has room for all of its prompt; else leaves everything as it was."""
@@ -408,13 +423,6 @@ class Scheduler:
             sequence.blocks = None
             return False
         return True
-
-    def _take_back(self, sequence: Sequence) -> None:
-        assert sequence.blocks is not None
-        self.running.remove(sequence)
-        self.manager.cancel(sequence.blocks)
-        sequence.blocks = None
-        self._wait(sequence)
 
     def _missing(self, sequence: Sequence) -> int:
         """Blocks that a sequence's tokens still need."""

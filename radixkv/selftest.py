@@ -24,7 +24,7 @@ class _Recorded(Engine):
         wanted = [s for s, item in zip(sequences, batch.sequences, strict=True) if item.needs_logits]
         for sequence, row in zip(wanted, logits, strict=True):
             self.logits[sequence.request.request_id, sequence.num_tokens] = row.clone()
-        super()._accept(batch, sequences, logits)
+        return super()._accept(batch, sequences, logits)
 
 
 def compare(

@@ -1,6 +1,7 @@
 """The engine with a real model: golden outputs, the same bits however it is scheduled, aborts, failures, streams."""
 
 import asyncio
+import itertools
 import json
 import random
 import sys
@@ -66,8 +67,8 @@ class Recorded(Engine):
         self.logits = {}
         self.fails_on = None
 
-    def step(self):
-        stats = super().step()
+    def _step(self):
+        stats = super()._step()
         self.scheduler.manager.check()
         assert stats.sizes.num_blocks == self.runner.num_blocks
         return stats
@@ -76,7 +77,7 @@ class Recorded(Engine):
         wanted = [s for s, item in zip(sequences, batch.sequences, strict=True) if item.needs_logits]
         for sequence, row in zip(wanted, logits, strict=True):
             self.logits[sequence.request.request_id, sequence.sample, sequence.num_tokens] = row.clone()
-        super()._accept(batch, sequences, logits)
+        return super()._accept(batch, sequences, logits)
 
 
 CACHES = [("null", 16), ("flat_hash", 16), ("radix", 16), ("radix", 1)]
@@ -285,6 +286,8 @@ class Bad:
         Bad([1.5], {}, "1.5"),
         Bad(list(range(256)) * 2, {}, "512"),
         Bad(list(range(200)) * 2, {"max_tokens": 80}, "pool"),
+        Bad(5, {}, "a text, token ids or messages"),
+        Bad(None, {}, "a text, token ids or messages"),
     ],
 )
 def test_what_cannot_be_served_is_refused_and_disturbs_nothing(model, bad):
@@ -309,3 +312,163 @@ def test_metrics_are_in_order(model):
     times = [metrics.arrival_s, metrics.first_scheduled_s, metrics.first_token_s, *metrics.token_times_s[1:]]
     assert times == sorted(times) and len(metrics.token_times_s) == 5
     assert metrics.finished_s >= metrics.token_times_s[-1] and np.isfinite(times).all()
+
+
+def test_a_namespace_that_is_none_is_refused_on_arrival(model):
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="namespace"):
+        engine.add_request("abc", namespace="tenant")
+    with pytest.raises(ValueError, match="sampling_params"):
+        engine.add_request("abc", {"max_tokens": 3})
+    assert not engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize(("cache", "block_size"), [("radix", 16), ("radix", 1), ("flat_hash", 16)])
+@pytest.mark.parametrize("interrupted", [1, 3, 4])
+def test_an_interrupted_step_leaves_nothing_behind(model, cache, block_size, interrupted):
+    engine = make_engine(model, cache, block_size, num_blocks=128)
+    engine.runner.k_cache.fill_(3.0)
+    engine.runner.v_cache.fill_(3.0)
+    forward, count = engine.runner.forward, [0]
+
+    def interrupts(batch):
+        count[0] += 1
+        if count[0] == interrupted:
+            raise KeyboardInterrupt
+        return forward(batch)
+
+    engine.runner.forward = interrupts
+    prompt, params = list(range(100, 130)), SamplingParams(max_tokens=10, ignore_eos=True)
+    generation = engine.generation(engine.add_request(prompt, params))
+    num_interrupts = 0
+    while engine.has_unfinished_requests:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            engine.scheduler.manager.check()
+    wanted = make_engine(model, "null").generate([prompt], params)[0].outputs[0].token_ids
+    assert num_interrupts == 1 and generation.output().outputs[0].token_ids == wanted
+    warm = engine.generate([prompt + wanted[:5]], params)[0]
+    assert warm.num_cached_tokens >= 30 - block_size
+    assert warm.outputs[0].token_ids[:5] == wanted[5:]
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_neighbours_failure_ends_nobody_whose_prompt_is_cached(model, block_size):
+    engine = make_engine(model, "radix", block_size, num_blocks=128)
+    prompt, params = list(range(32)), SamplingParams(max_tokens=4, ignore_eos=True)
+    wanted = engine.generate([prompt], params)[0].outputs[0].token_ids
+    forward = engine.runner.forward
+
+    def fails(batch):
+        if any(item.token_ids[0] == 200 for item in batch.sequences):
+            raise MemoryError("planted")
+        return forward(batch)
+
+    engine.runner.forward = fails
+    outputs = [o.outputs[0] for o in engine.generate([prompt, [201, 1, 2], [200, 1, 2], prompt], params)]
+    assert [o.finish_reason for o in outputs] == ["length", "length", "error", "length"]
+    assert outputs[0].token_ids == outputs[3].token_ids == wanted
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_logits_that_are_no_numbers_end_their_own_request(model, n):
+    engine = make_engine(model)
+    forward = engine.runner.forward
+
+    def poisons(batch):
+        logits = forward(batch).clone()
+        wanted = [item for item in batch.sequences if item.needs_logits]
+        for row, item in enumerate(wanted):
+            if item.token_ids[0] == 200:
+                logits[row, 5] = float("nan")
+        return logits
+
+    engine.runner.forward = poisons
+    params = [SamplingParams(n=n, temperature=1.0, seed=i, max_tokens=4, ignore_eos=True) for i in range(3)]
+    prompts = [[1, 2, 3], [200, 2, 3], [4, 5, 6]]
+    outputs = engine.generate(prompts, params)
+    assert all(o.finish_reason == "error" and "NaN" in o.error for o in outputs[1].outputs)
+    fine = make_engine(model, "null").generate([prompts[0], prompts[2]], [params[0], params[2]])
+    for mine, alone in zip((outputs[0], outputs[2]), fine, strict=True):
+        assert [o.token_ids for o in mine.outputs] == [o.token_ids for o in alone.outputs]
+    assert not engine.has_unfinished_requests and engine.scheduler.manager.sizes.pinned == 0
+
+
+def test_a_copy_that_fails_at_a_fork_ends_its_own_request(model):
+    engine = make_engine(model)
+
+    def fails(copies):
+        raise MemoryError("planted")
+
+    engine.runner.copy, copy = fails, engine.runner.copy
+    forward = engine.runner.forward
+
+    def forwards(batch):
+        engine.runner.copy = copy
+        try:
+            return forward(batch)
+        finally:
+            engine.runner.copy = fails
+
+    engine.runner.forward = forwards
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    many = SamplingParams(n=3, max_tokens=3, ignore_eos=True)
+    outputs = engine.generate(["abcd", "xyz"], [many, params])
+    assert [o.finish_reason for o in outputs[0].outputs] == ["error"] * 3
+    assert outputs[1].outputs[0].finish_reason == "length"
+    assert not engine.has_unfinished_requests and engine.scheduler.manager.sizes.private == 0
+
+
+def test_an_abort_means_the_request_it_was_said_of(model):
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    engine.abort("x")
+    engine.add_request("abc", params, request_id="x")
+    generation = engine.generation("x")
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert generation.output().outputs[0].finish_reason == "length"
+    engine.add_request("abc", params, request_id="y")
+    generation = engine.generation("y")
+    engine.abort("y")
+    stats = engine.step()
+    assert generation.output().outputs[0].finish_reason == "abort" and stats.num_finished == 1
+
+
+def test_a_stream_never_takes_text_back(model):
+    engine = make_engine(model)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
+    text = engine.generate(["abc"], params)[0].outputs[0].text
+    stop = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True, stop=text[4:7])
+    shown = [output.outputs[0].text for output in engine.stream("abc", stop)]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
+    assert shown[-1] == text[: text.index(text[4:7])]
+
+
+def test_cancelled_coroutines_leave_the_others_alone(model):
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = [f"prompt {i}" for i in range(5)]
+    wanted = [o.outputs[0].token_ids for o in make_engine(model, "null").generate(prompts, params)]
+    for seed in range(4):
+        engine = make_engine(model)
+        rng = random.Random(seed)
+
+        async def read(prompt, engine=engine):
+            return [output async for output in engine.stream_async(prompt, params)][-1].outputs[0].token_ids
+
+        async def everybody(read=read, rng=rng):
+            tasks = [asyncio.create_task(read(prompt)) for prompt in prompts]
+            await asyncio.sleep(rng.random() * 0.02)
+            gone = rng.randrange(5)
+            tasks[gone].cancel()
+            return gone, await asyncio.gather(*tasks, return_exceptions=True)
+
+        gone, results = asyncio.run(everybody())
+        for index, result in enumerate(results):
+            if not isinstance(result, asyncio.CancelledError):
+                assert result == wanted[index], (seed, gone, index)
+        while engine.has_unfinished_requests:
+            engine.step()
+        assert engine.scheduler.manager.sizes.pinned == 0

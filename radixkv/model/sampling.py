@@ -52,9 +52,10 @@ def sample_tokens(
     greedy = logits.argmax(dim=-1).tolist()
     chosen: list[SampledToken] = []
     largest = logits.gather(-1, logits.argmax(dim=-1, keepdim=True)).squeeze(-1).tolist()
-    for row, (one, generator) in enumerate(zip(params, generators, strict=True)):
-        if largest[row] != largest[row]:  # torch's argmax takes NaN for the largest
+    for row, value in enumerate(largest):  # before any generator has moved
+        if value != value:  # torch's argmax takes NaN for the largest
             raise ValueError(f"logits: expected numbers, got NaN in row {row}")
+    for row, (one, generator) in enumerate(zip(params, generators, strict=True)):
         if one.temperature == 0 and one.logprobs is None:
             chosen.append(SampledToken(greedy[row], None))
         else:
