@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from radixkv.cache.namespace import Namespace
-from radixkv.tokens import TokenIds, pack
+from radixkv.tokens import TOKEN_BYTES, TokenIds, has_negative, pack, unpack
 
 Blocks = np.ndarray  # [n] int32 block ids
 NO_BLOCKS: Blocks = np.empty(0, np.int32)
@@ -198,10 +198,21 @@ def pack_blocks(block_ids: Any, num_blocks: int) -> bytes:
     Raises:
         ValueError: there are fewer, or an id is negative or no int32.
     """
-    try:
-        packed = pack(block_ids[:num_blocks])
-    except ValueError as error:
-        raise ValueError(str(error).replace("token_ids", "block_ids")) from None
-    if len(packed) != 4 * num_blocks:
-        raise ValueError(f"block_ids: expected at least {num_blocks}, got {len(packed) // 4}")
+    packed = pack_unchecked(block_ids, num_blocks)
+    if has_negative(packed):
+        raise ValueError(f"block_ids: expected ids >= 0, got {unpack(packed).min()}")
+    return packed
+
+
+def pack_unchecked(block_ids: Any, num_blocks: int) -> bytes:
+    """As `pack_blocks`, but an int32 array may hold negative ids: for who checks them together with something else."""
+    if type(block_ids) is np.ndarray and block_ids.dtype == np.int32 and block_ids.ndim == 1:
+        packed = (block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks]).tobytes()
+    else:
+        try:
+            packed = pack(block_ids[:num_blocks])
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"block_ids: {str(error).removeprefix('token_ids: ')}") from None
+    if len(packed) != TOKEN_BYTES * num_blocks:
+        raise ValueError(f"block_ids: expected at least {num_blocks}, got {len(packed) // TOKEN_BYTES}")
     return packed

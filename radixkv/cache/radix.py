@@ -24,6 +24,7 @@ from radixkv.cache.base import (
     check_count,
     check_live,
     pack_blocks,
+    pack_unchecked,
 )
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.eviction import Policy, make_policy
@@ -134,11 +135,12 @@ class RadixCache:
         key = self._key(lease, token_ids)
         tree = self.tree
         end = len(key) // tree.width * tree.width
-        blocks = pack_blocks(block_ids, end // tree.width)
+        blocks = pack_unchecked(block_ids, end // tree.width)
         if not end:
             return NO_DUPLICATES
         is_plain = lease.namespace is None
-        if is_plain and has_negative(key):
+        if has_negative(key + blocks if is_plain else blocks):  # in one go: that is most of what it costs
+            pack_blocks(_unpacked(blocks), end // tree.width)
             raise ValueError(f"token_ids: expected ids >= 0, got {_unpacked(key).min()}")
         node, at, found = tree.walk(lease.cursor, key, is_plain)
         if at:
