@@ -22,9 +22,8 @@ def candidates(arch: str, key: Key) -> Iterator[Config]:
     """Tile shapes worth trying, best guess first: whole value heads before slices (which compute scores again), large
     KV tiles before small ones, deep pipelines before shallow ones."""
     if key.dtype == "fp32":
-        for block_v in dict.fromkeys(min(key.head_block, v) for v in (64, 32)):
-            yield Config(16, 32, block_v, 4, 2, "ieee")
-        yield Config(16, 16, 32, 4, 1, "ieee")
+        for block_n, warps, stages in ((32, 4, 2), (32, 8, 1), (64, 8, 1), (16, 4, 1)):
+            yield Config(16, block_n, 32, warps, stages, "ieee")
         return
     for block_v in dict.fromkeys(min(key.head_block, v) for v in (128, 64, 32)):
         for block_n, stages in ((128, 2), (64, 3), (64, 2), (32, 3), (32, 2), (16, 3), (16, 2), (32, 1)):
