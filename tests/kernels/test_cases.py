@@ -213,3 +213,8 @@ def test_copy_of_partial_blocks(implementation, layout):
     for cache in (k_cache, v_cache):
         assert torch.equal(cache[3], cache[0]) and torch.equal(cache[4, 0], cache[1, 0])
         assert cache[4, 1:].isnan().all() and cache[5].isnan().all()
+
+
+def test_windows_with_a_run_between_them_that_nobody_sees():
+    """A short and a long sequence under a window: keys of runs 0 and 2, none of run 1."""
+    check(make(Shape(q_lens=(1, 1), seq_lens=(300, 5000), window=100)))

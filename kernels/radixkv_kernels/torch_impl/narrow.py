@@ -36,13 +36,14 @@ class NarrowGroup:
     full_hi: np.ndarray
     block_start: np.ndarray
 
-    def runs(self) -> range:
-        """Runs that some row sees."""
+    def runs(self) -> list[int]:
+        """Runs that some row sees; with windows there may be gaps between them."""
         seen = self.hi > self.lo
-        if not seen.any():
-            return range(0)
         run = CELL_SIZE * RUN_CELLS
-        return range(int(self.lo[seen].min()) // run, (int(self.hi[seen].max()) - 1) // run + 1)
+        first, last = self.lo[seen] // run, (self.hi[seen] - 1) // run
+        size = int(last.max(initial=-1)) + 2
+        depth = np.cumsum(np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size))
+        return np.flatnonzero(depth).tolist()
 
 
 def attend_narrow(job: Job, tokens: int, seqs: np.ndarray) -> None:
