@@ -98,7 +98,10 @@ def _cut_busy(
 ) -> None:
     """Sets `cut` [runs, num_seqs] of runs in which something is shared."""
     runs, run_cells, num_seqs = valid.shape
+    # a cut pays off only where sharing changes: chains end, or (behind a window's first cell) sharing begins
     branch = ((chain[:, 1:] != chain[:, :-1]) & (valid[:, 1:] | valid[:, :-1])).any((0, 2))
+    apart = same > chain
+    branch |= (apart[:, 1:] != apart[:, :-1]).any((0, 2))
     if not branch.any():
         return
     rows = weight.astype(np.float32)

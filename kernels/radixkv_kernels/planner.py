@@ -130,9 +130,7 @@ class TreePlanner:
         numbers, can = self._numbers[some[order], :num_cells], shareable[order]
         same = np.zeros(shareable.shape, dtype=bool)
         same[1:] = (numbers[1:] == numbers[:-1]) & can[1:] & can[:-1]
-        self._last = assemble(
-            self.config, active[order], same, extents, lens, cu, lambda: self._table[rows]
-        )
+        self._last = assemble(self.config, active[order], same, extents, lens, cu, lambda: self._table[rows])
         return self._last
 
     def _number_cells(self, row: int) -> None:

@@ -249,7 +249,9 @@ def random_call(forest: Forest) -> Call:
     for s, n in enumerate(forest.seq_lens.tolist()):
         if forest.q_lens[s]:
             tokens = torch.arange(int(forest.lo()[s]), n)
-            used[torch.from_numpy(forest.table[s]).long()[tokens // forest.block_size], tokens % forest.block_size] = True
+            used[torch.from_numpy(forest.table[s]).long()[tokens // forest.block_size], tokens % forest.block_size] = (
+                True
+            )
     caches = []
     for d in (dim, v_dim):
         data = torch.randn(forest.num_blocks, forest.block_size, heads, d, generator=gen)

@@ -33,7 +33,9 @@ def tree_attention(
     if config.cell_size != CELL_SIZE:
         raise ValueError(f"plan: expected cell_size {CELL_SIZE} for implementation 'torch', got {config.cell_size}")
     if config.tile_rows < spec.group_size:
-        raise ValueError(f"plan: expected tile_rows of at least the group size {spec.group_size}, got {config.tile_rows}")
+        raise ValueError(
+            f"plan: expected tile_rows of at least the group size {spec.group_size}, got {config.tile_rows}"
+        )
     job = Job.of(spec, tensors, out, lse, thread_workspace())
     if not plan.shares:
         _attend(job, None)

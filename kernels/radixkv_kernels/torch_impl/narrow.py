@@ -126,7 +126,9 @@ def _run(job: Job, group: NarrowGroup, run: int) -> tuple[np.ndarray, State]:
     return active, state
 
 
-def _partials(job: Job, group: NarrowGroup, seq: np.ndarray, first: np.ndarray, num_whole: int) -> tuple[Tensor, Tensor]:
+def _partials(
+    job: Job, group: NarrowGroup, seq: np.ndarray, first: np.ndarray, num_whole: int
+) -> tuple[Tensor, Tensor]:
     """The cells' results, in scratch: lse [pairs + 1, num_kv_heads, rows], out [.., v_head_dim] float32.
 
     `seq`, `first` [pairs]: sequence of the group and first token of the cell; the first `num_whole` need no mask. The
