@@ -32,6 +32,11 @@ class Extents:
     def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None) -> Extents:
         """seq_lens, q_lens [num_seqs] int64; a causal window. O(num_seqs)."""
         busy = (seq_lens > 0) & (q_lens > 0)
+        if window is None and busy.all():
+            full = (seq_lens - 1) // cell_size
+            zero = np.zeros(full.shape, dtype=np.int64)
+            low = full * cell_size + 1
+            return Extents(zero, full + 1, zero, full, low, low + (cell_size - 1))
         # a cell counts as full once a later one exists, so a sequence changes its cells once a cell_size tokens
         full = np.where(busy, (seq_lens - 1) // cell_size, 0)
         last = np.where(busy, full + 1, 0)

@@ -9,6 +9,7 @@ Arrays here are [num_runs, run_cells, num_seqs], sequences in the plan's order: 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,23 +19,39 @@ import numpy as np
 class Cuts:
     """The decision, and what it rests on; k counts cells within a run."""
 
-    valid: np.ndarray
-    """[num_runs, run_cells, num_seqs] bool: the sequence reads the cell."""
     same: np.ndarray
-    """Likewise: and it is the cell of the sequence before it."""
+    """[num_runs, run_cells, num_seqs] bool: the sequence's cell is the one of the sequence before it."""
+    reads: np.ndarray
+    """[num_runs, num_seqs] bool: the sequence reads some of the run."""
     first: np.ndarray
-    """[num_runs, num_seqs] int: first k that the sequence reads; last: the last one. Meaningless in an unread run."""
+    """[num_runs, num_seqs] int32: first k that the sequence reads; last: the last one. Meaningless in an unread run."""
     last: np.ndarray
     cut: np.ndarray
-    """[num_runs, num_seqs] int: the first item ends with this k."""
+    """[num_runs, num_seqs] int32: the first item ends with this k."""
     joined: np.ndarray
     """[num_runs, num_seqs] bool: the sequence's first item is that of the sequence before it."""
 
     def by_cell(self) -> Cuts:
         """The finest cuts: every cell an item of its own, shared as before."""
-        at = self.first[:, None]
-        together = np.take_along_axis(self.same, at, 1)[:, 0]
-        return replace(self, cut=self.first, joined=together)
+        return replace(self, cut=self.first, joined=pick(self.same, self.first))
+
+
+def pick(values: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """values[r, k[r, i], i] for every r and i: [runs, k, num_seqs] -> [runs, num_seqs]."""
+    runs, size, num_seqs = values.shape
+    at = k * num_seqs
+    at += np.arange(num_seqs)
+    if runs > 1:
+        at += np.arange(0, runs * size * num_seqs, size * num_seqs)[:, None]
+    return values.ravel().take(at)
+
+
+def lengths_of(starts: np.ndarray, size: int) -> np.ndarray:
+    """How long each stretch is that begins at `starts` [n] (n > 0, ascending) and ends at the next, or at `size`."""
+    result = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=result[:-1])
+    result[-1] = size - starts[-1]
+    return result
 
 
 def choose_cuts(
@@ -48,86 +65,103 @@ def choose_cuts(
         weight: [num_seqs] query rows (tokens) of the sequence.
         partial_cost: what one partial result of one query token costs, in cells of KV.
 
-    O(num_runs * run_cells * num_seqs).
+    O(num_runs * run_cells * num_seqs) bytes looked at, arithmetic only where sharing changes within a run.
     """
     num_cells, num_seqs = same.shape
     num_runs = num_cells // run_cells
-    shape = (num_runs, run_cells, num_seqs)
-    cells = np.arange(num_cells)[:, None]
-    valid = cells < last
+    start = np.arange(0, num_cells, run_cells, dtype=np.int32)[:, None]
+    end = last.astype(np.int32) - start
+    reads = end > 0
+    k_last = np.minimum(np.maximum(end - 1, 0), run_cells - 1)
     if first.any():
-        valid &= cells >= first
-    start = np.arange(num_runs)[:, None] * run_cells
-    k_first = np.clip(first - start, 0, run_cells - 1)
-    k_last = np.clip(last - 1 - start, 0, run_cells - 1)
-    valid, same = valid.reshape(shape), same.reshape(shape)
-    cut = k_last.copy()
-    if not same.any():
-        return Cuts(valid, same, k_first, k_last, cut, np.zeros((num_runs, num_seqs), dtype=bool))
-    chain = _chain(valid, same)
-    busy = np.nonzero(same.any((1, 2)))[0]
-    if len(busy) == num_runs:
-        _cut_busy(valid, same, chain, k_first, cut, weight, partial_cost)
+        begin = first.astype(np.int32) - start
+        k_first = np.minimum(np.maximum(begin, 0), run_cells - 1)
+        reads &= begin < run_cells
     else:
-        part = cut[busy]
-        _cut_busy(valid[busy], same[busy], chain[busy], k_first[busy], part, weight, partial_cost)
-        cut[busy] = part
-    joined = np.take_along_axis(chain, cut[:, None], 1)[:, 0]
-    joined &= np.take_along_axis(valid, cut[:, None], 1)[:, 0]
-    joined[:, 1:] &= cut[:, 1:] == cut[:, :-1]
-    joined[:, 0] = False
-    return Cuts(valid, same, k_first, k_last, cut, joined)
+        k_first = np.zeros(k_last.shape, dtype=np.int32)
+    same = same.reshape(num_runs, run_cells, num_seqs)
+    joined = same[:, 0].copy()
+    cut = k_last
+    mixed = np.flatnonzero((same[:, 1:] != same[:, :-1]).any((1, 2)))
+    if len(mixed):
+        cut = k_last.copy()
+        chain = _chain(same[mixed], k_first[mixed], k_last[mixed], reads[mixed])
+        cut[mixed] = part = _cut_mixed(
+            same[mixed], chain, k_first[mixed], k_last[mixed], reads[mixed], weight, partial_cost
+        )
+        joined[mixed] = pick(chain, part)
+        joined[:, 1:] &= cut[:, 1:] == cut[:, :-1]
+        joined &= reads
+        joined[:, 1:] &= reads[:, :-1]
+    return Cuts(same, reads, k_first, k_last, cut, joined)
 
 
-def _chain(valid: np.ndarray, same: np.ndarray) -> np.ndarray:
+def _chain(same: np.ndarray, k_first: np.ndarray, k_last: np.ndarray, reads: np.ndarray) -> np.ndarray:
     """Whether all cells of the run up to k are those of the sequence before, or read by neither."""
+    k = np.arange(same.shape[1], dtype=np.int32)[:, None]
+    valid = (k <= k_last[:, None]) & reads[:, None]
+    if k_first.any():
+        valid &= k >= k_first[:, None]
     alike = same.copy()
     alike[..., 1:] |= ~(valid[..., 1:] | valid[..., :-1])
-    chain: np.ndarray = np.logical_and.accumulate(alike, axis=1)
-    return chain
+    for earlier, this in itertools.pairwise(alike.swapaxes(0, 1)):
+        this &= earlier
+    return alike
 
 
-def _cut_busy(
-    valid: np.ndarray,
+def _cut_mixed(
     same: np.ndarray,
     chain: np.ndarray,
     k_first: np.ndarray,
-    cut: np.ndarray,
+    k_last: np.ndarray,
+    reads: np.ndarray,
     weight: np.ndarray,
     partial_cost: float,
-) -> None:
-    """Sets `cut` [runs, num_seqs] of runs in which something is shared."""
-    runs, run_cells, num_seqs = valid.shape
+) -> np.ndarray:
+    """The cut [runs, num_seqs] of runs in which sharing changes."""
+    runs, run_cells, num_seqs = same.shape
     # a cut pays off only where sharing changes: chains end, or (behind a window's first cell) sharing begins
-    branch = ((chain[:, 1:] != chain[:, :-1]) & (valid[:, 1:] | valid[:, :-1])).any((0, 2))
     apart = same > chain
-    branch |= (apart[:, 1:] != apart[:, :-1]).any((0, 2))
-    if not branch.any():
-        return
+    changes = ((chain[:, 1:] != chain[:, :-1]) | (apart[:, 1:] != apart[:, :-1])).any((0, 2))
+    level = np.array([*np.flatnonzero(changes).tolist(), run_cells - 1], dtype=np.int32)
+    begin = np.array([0, *(level[:-1] + 1).tolist()], dtype=np.int32)
+    # from here on [runs, levels, num_seqs]: a level stands for the cells after the level before it
     rows = weight.astype(np.float32)
-    # of one cell read by a group once: each sequence's part, by its rows
-    alone = rows / _group_sums(rows, ~same)
-    alone *= valid
-    later = np.cumsum(alone[:, ::-1], axis=1)[:, ::-1] - alone
-    count = np.cumsum(valid[:, ::-1], axis=1)[:, ::-1]
-    depth = np.arange(1, run_cells + 1)[:, None] - k_first[:, None]
-    cost = depth * (rows / _group_sums(rows, ~chain))
-    cost += later
-    cost += (partial_cost * rows) * count
-    best = np.take_along_axis(cost, cut[:, None], 1)[:, 0]
-    for k in np.nonzero(branch)[0][::-1]:
+    column = k_first[:, None], k_last[:, None]
+    count = np.minimum(column[1], level[:, None]) - np.maximum(column[0], begin[:, None]) + 1
+    np.maximum(count, 0, out=count)
+    count *= reads[:, None]
+    count = count.astype(np.float32)
+    joint = rows / _group_sums(rows, ~chain[:, level])
+    reading = count * (rows / _group_sums(rows, ~same[:, begin]))  # a cell read by a group once, shared out by rows
+    count *= partial_cost * rows
+    reading += count
+    cost = (level[:, None] + 1 - column[0]) * joint
+    behind = np.zeros((runs, num_seqs), dtype=np.float32)
+    for at in range(len(level) - 2, -1, -1):
+        behind += reading[:, at + 1]
+        cost[:, at] += behind
+    own = np.searchsorted(level, k_last)
+    best = (k_last + 1 - k_first) * pick(joint, own)
+    cut = k_last.copy()
+    for at in range(len(level) - 2, -1, -1):
+        k = level[at]
         starts = np.flatnonzero(~chain[:, k])
-        here = cost[:, k]
+        here = cost[:, at]
         wins = np.add.reduceat(here.ravel(), starts) <= np.add.reduceat(best.ravel(), starts)
-        take = np.repeat(wins, np.diff(starts, append=runs * num_seqs)).reshape(runs, num_seqs)
-        take &= valid[:, k]
+        take = np.repeat(wins, lengths_of(starts, runs * num_seqs)).reshape(runs, num_seqs)
+        take &= (k <= k_last) & (k >= k_first)
         np.copyto(best, here, where=take)
         np.copyto(cut, k, where=take)
+    return cut
 
 
 def _group_sums(rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Rows of the interval that each entry is in; starts[..., 0] is True. Shaped as starts."""
     at = np.flatnonzero(starts)
-    flat = np.broadcast_to(rows, starts.shape).ravel()
-    lengths = np.diff(at, append=starts.size)
-    return np.repeat(np.add.reduceat(flat, at), lengths).reshape(starts.shape)
+    lengths = lengths_of(at, starts.size)
+    if rows.max() == 1:
+        sums = lengths.astype(np.float32)
+    else:
+        sums = np.add.reduceat(np.broadcast_to(rows, starts.shape).ravel(), at)
+    return np.repeat(sums, lengths).reshape(starts.shape)

@@ -1,16 +1,17 @@
-"""From cuts to the work list: items, the place of every partial result, and each row's partials in the order of merging.
+"""From cuts to the work list: items, the place of every partial result, each row's partials in the order of merging.
 
-Called by `plan.py` and `planner.py`. Rows are query tokens in the plan's order of sequences; *flat* rows count the query
-heads of a KV head too: flat row = row * group_size + head.
+Called by `plan.py`, for both ways to plan. Rows are query tokens in the plan's order of sequences; *flat* rows count
+the query heads of a KV head too: flat row = row * group_size + head.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
-from .plan_cuts import Cuts
+from .plan_cuts import Cuts, lengths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class WorkList:
     items: np.ndarray
     """[num_items, 5]: first flat row, flat rows, first cell, one past the last cell, first slot."""
     row_base: np.ndarray
-    """[num_rows + 1]: row r's partials are entries [row_base[r], row_base[r + 1]) of the next two, in order of cells."""
+    """[num_rows + 1]: row r's partials are [row_base[r], row_base[r + 1]) of the next two, in order of cells."""
     row_slots: np.ndarray
     """[num_partials]: slot of the row's first head."""
     slot_cells: np.ndarray
@@ -47,38 +48,50 @@ class WorkList:
 
 
 def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkList:
-    """The work list of these cuts.
+    """The work list of these cuts: first items run by run, then later cells, cell by cell.
 
     lead_runs: how many whole runs, from the first, one item may fold where the same rows read them.
     O(num_runs * run_cells * num_seqs + num_partials).
     """
-    num_runs, run_cells, num_seqs = cuts.valid.shape
-    k = np.arange(run_cells)[:, None]
-    part = cuts.valid & (k > cuts.cut[:, None])
-    head = part.copy()
-    head[..., 1:] &= ~(cuts.same[..., 1:] & part[..., :-1])
-    end = np.broadcast_to(np.arange(1, num_runs * run_cells + 1)[:, None], (num_runs * run_cells, num_seqs)).copy()
-    begins = cuts.valid & (k == cuts.first[:, None])
-    run_end = np.arange(num_runs)[:, None] * run_cells + cuts.cut + 1
+    num_runs, run_cells, num_seqs = cuts.same.shape
+    start = np.arange(0, num_runs * run_cells, run_cells, dtype=np.int32)[:, None]
+    begins, end = cuts.reads, start + cuts.cut + 1
     merged = _merged_runs(cuts, lead_runs)
     if merged is not None:
-        begins[1:] &= ~merged[:, None]
-        run_end[0] = np.take_along_axis(run_end, merged.sum(0)[None], 0)[0]
-    part |= begins
-    head |= begins & ~cuts.joined[:, None]
-    np.copyto(end.reshape(cuts.valid.shape), run_end[:, None], where=begins)
+        begins = begins.copy()
+        begins[1:] &= ~merged
+        end[0] = end.ravel().take(merged.sum(0) * num_seqs + np.arange(num_seqs))
+    # in each list the rows of an item follow one another
+    flat = np.flatnonzero(begins)
+    heads = [np.flatnonzero(~cuts.joined.ravel()[flat])]
+    at = flat[heads[0]]
+    seq, cell = [flat % num_seqs], [(start + cuts.first).ravel()[flat]]
+    last = [end.ravel()[at]]
+    follows = [seq[0][cuts.joined.ravel()[flat]]]
+    more = np.flatnonzero((cuts.cut < cuts.last).any(1))
+    if len(more):
+        k = np.arange(run_cells, dtype=np.int32)[:, None]
+        part = (k > cuts.cut[more, None]) & (k <= cuts.last[more, None]) & cuts.reads[more, None]
+        goes_on = cuts.same[more] & part
+        goes_on[..., 1:] &= part[..., :-1]
+        flat = np.flatnonzero(part)
+        on = goes_on.ravel()[flat]
+        heads.append(np.flatnonzero(~on) + len(seq[0]))
+        cell.append(flat // num_seqs)
+        seq.append(flat - cell[1] * num_seqs)
+        if len(more) < num_runs:
+            cell[1] = start[more, 0][cell[1] // run_cells] + cell[1] % run_cells
+        last.append(cell[1][~on] + 1)
+        follows.append(seq[1][on])
+    shared = np.zeros(num_seqs, dtype=bool)
+    for behind in follows:
+        shared[behind] = True
+        shared[behind - 1] = True
 
-    follows = (part & ~head).any((0, 1))
-    shared = follows.copy()
-    shared[:-1] |= follows[1:]
-
-    # cell by cell and, within one, sequence by sequence: the rows of an item follow one another
-    flat = np.flatnonzero(part)
-    starts = np.flatnonzero(head.ravel()[flat])
-    at = flat[starts]
-    first_cell, first_seq = np.divmod(at, num_seqs)
-    count = np.diff(starts, append=len(flat))
-    last_cell = end.ravel()[at]
+    seqs, cells, starts = (np.concatenate(x) if len(x) > 1 else x[0] for x in (seq, cell, heads))
+    last_cell = np.concatenate(last) if len(last) > 1 else last[0]
+    count = lengths_of(starts, len(seqs)) if len(starts) else starts
+    first_seq, first_cell = seqs[starts], cells[starts]
     if rows.lo is not None or rows.hi is not None:
         return _tile_tokens(rows, first_seq, count, first_cell, last_cell, cell_size, shared)
 
@@ -87,40 +100,44 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     groups = np.arange(len(count))
     if len(count) and int(count.max()) * group > rows.tile_rows:
         columns, groups = _tiled(columns, rows.tile_rows // group * group or rows.tile_rows)
-    place = np.empty(part.size, dtype=np.int32)
-    place[flat] = np.arange(0, len(flat) * group, group, dtype=np.int32)
-    by_row = part.reshape(-1, num_seqs).T
-    row_of, cell_of = np.nonzero(by_row)
+    order = _by_row(seqs, cells, num_seqs, num_runs * run_cells)
     base = np.zeros(num_seqs + 1, dtype=np.int32)
-    np.cumsum(np.bincount(row_of, minlength=num_seqs), out=base[1:])
+    np.cumsum(np.bincount(seqs, minlength=num_seqs), out=base[1:])
     return WorkList(
         _table(columns),
         base,
-        place[cell_of * num_seqs + row_of],
-        cell_of.astype(np.int32),
-        len(flat) * group,
+        (order * group).astype(np.int32),
+        cells[order].astype(np.int32),
+        len(seqs) * group,
         groups,
         shared,
     )
 
 
+def _by_row(rows: np.ndarray, cells: np.ndarray, num_rows: int, num_cells: int) -> np.ndarray:
+    """The order of (row, cell) pairs; small keys sort in linear time."""
+    dtype = np.uint16 if num_rows * num_cells <= 1 << 16 else np.int64
+    return np.argsort((rows * num_cells + cells).astype(dtype), kind="stable")
+
+
 def _merged_runs(cuts: Cuts, lead_runs: int) -> np.ndarray | None:
     """[num_runs - 1, num_seqs] bool: run r + 1 is folded into the item that began with run 0; None where none is."""
-    num_runs, _, num_seqs = cuts.valid.shape
+    num_runs, _, num_seqs = cuts.same.shape
     # where windows begin in different runs, a run may come first for some of an item's rows only
     if lead_runs == 1 or num_runs == 1 or cuts.first.any():
         return None
     alone = ~cuts.joined
     at = np.flatnonzero(alone)
-    lengths = np.diff(at, append=alone.size)
+    lengths = lengths_of(at, alone.size)
     whole = np.repeat(np.logical_and.reduceat((cuts.cut == cuts.last).ravel(), at), lengths).reshape(alone.shape)
     first = np.repeat(at, lengths).reshape(alone.shape) % num_seqs
     last = first + np.repeat(lengths, lengths).reshape(alone.shape)
     like = (first[1:] == first[:-1]) & (last[1:] == last[:-1])
-    like &= whole[1:] & whole[:-1] & cuts.valid[1:, 0] & cuts.valid[:-1, 0]
-    merged: np.ndarray = np.logical_and.accumulate(like, axis=0)
-    merged[lead_runs - 1 :] = False
-    return merged
+    like &= whole[1:] & whole[:-1] & cuts.reads[1:] & cuts.reads[:-1]
+    for earlier, this in itertools.pairwise(like):
+        this &= earlier
+    like[lead_runs - 1 :] = False
+    return like
 
 
 def _table(columns: list[np.ndarray]) -> np.ndarray:
@@ -176,7 +193,7 @@ def _tile_tokens(
     of = np.repeat(np.arange(len(tokens)), tokens)
     position = np.arange(len(of))
     row = position - slots[of] + token0[of]
-    order = np.argsort(row, kind="stable")
+    order = _by_row(row, first_cell[of], num_rows, int(last_cell.max(initial=0)))
     base = np.zeros(num_rows + 1, dtype=np.int32)
     np.cumsum(np.bincount(row, minlength=num_rows), out=base[1:])
     columns = [token0 * group, tokens * group, first_cell, last_cell, slots * group]

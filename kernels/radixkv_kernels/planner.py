@@ -1,4 +1,4 @@
-"""Plans kept up to date while sequences come, grow and go: what an engine calls each step. The result is `plan.TreePlan`.
+"""Plans kept up to date while sequences come, grow and go: what an engine calls each step.
 
 Each cell of a sequence gets a number that stands for its block ids, the same for every sequence with the same ids
 there; so what neighbours share is a comparison of small arrays, and most steps, in which no sequence crosses a cell
