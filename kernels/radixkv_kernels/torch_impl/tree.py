@@ -91,12 +91,13 @@ def _classes(items: np.ndarray) -> list[tuple[int, np.ndarray]]:
     return [(padded_rows(int(n)), items[padded == n]) for n in np.unique(padded)]
 
 
-def _edges(rows: _TreeRows, at: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, ...]:
+def _edges(
+    rows: _TreeRows, at: np.ndarray, items: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """lo.min, hi.max, lo.max, hi.min over each item's rows, kept to the item's cells; all [items]."""
     lo, hi = rows.lo[at], rows.hi[at]
     first, last = items[:, 2] * CELL_SIZE, items[:, 3] * CELL_SIZE
-    outer = np.maximum(lo.min(1), first), np.minimum(hi.max(1), last)
-    return *outer, lo.max(1), hi.min(1)
+    return np.maximum(lo.min(1), first), np.minimum(hi.max(1), last), lo.max(1), hi.min(1)
 
 
 def _narrow(job: Job, rows: _TreeRows, items: np.ndarray, padded: int) -> None:
@@ -122,7 +123,8 @@ def _wide(job: Job, rows: _TreeRows, items: np.ndarray) -> None:
         at, real = rows.item_rows(item, padded_rows(int(item[0, 1])))
         q = rows.q[torch.from_numpy(at).to(device)].transpose(1, 2).contiguous()
         bounds = job.flat_bounds(rows.lo[at] * real, rows.hi[at] * real, rows.position[at])
-        tiles.append(WideTile(q, bounds, *(int(x[0]) for x in _edges(rows, at, item))))
+        lo, hi, full_lo, full_hi = (int(x[0]) for x in _edges(rows, at, item))
+        tiles.append(WideTile(q, bounds, lo, hi, full_lo, full_hi))
         reals.append(real)
     fold_tiles(job, int(rows.plan.row_seq[items[0, 0] // job.spec.group_size]), tiles)
     for i, (tile, real) in enumerate(zip(tiles, reals, strict=True)):
