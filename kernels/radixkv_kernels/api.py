@@ -145,6 +145,8 @@ def paged_attention(
         chosen.paged_attention(spec, tensors, out, lse)
     else:
         _check_plan(plan, spec, tensors, look)
+        if not hasattr(chosen, "tree_attention"):
+            raise UnsupportedImplementation(f"implementation {implementation!r}: takes no plan")
         chosen.tree_attention(spec, tensors, plan, out, lse)
     return out if lse is None else (out, lse)
 

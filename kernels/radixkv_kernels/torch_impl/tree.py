@@ -91,9 +91,7 @@ def _classes(items: np.ndarray) -> list[tuple[int, np.ndarray]]:
     return [(padded_rows(int(n)), items[padded == n]) for n in np.unique(padded)]
 
 
-def _edges(
-    rows: _TreeRows, at: np.ndarray, items: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _edges(rows: _TreeRows, at: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """lo.min, hi.max, lo.max, hi.min over each item's rows, kept to the item's cells; all [items]."""
     lo, hi = rows.lo[at], rows.hi[at]
     first, last = items[:, 2] * CELL_SIZE, items[:, 3] * CELL_SIZE
