@@ -20,6 +20,7 @@ import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,7 +133,7 @@ def ours(batch: Batch, *, shared: bool) -> Peer:
     table = batch.block_table.int()
     lens = torch.full((batch.num_seqs,), batch.context, dtype=torch.int32)
     cu = torch.arange(batch.num_seqs + 1, dtype=torch.int32)
-    arguments = {"block_table": table, "seq_lens": lens, "cu_seqlens_q": cu}
+    arguments: dict[str, Any] = {"block_table": table, "seq_lens": lens, "cu_seqlens_q": cu}
     plan = TreePlan.from_block_table(
         table,
         lens,

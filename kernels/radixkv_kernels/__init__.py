@@ -3,12 +3,15 @@
 from .api import copy_blocks, merge_states, paged_attention, store_kv, tree_attention
 from .errors import UnsupportedImplementation
 from .plan import PlanConfig, TreePlan
+from .plan_buffers import PlanBuffers, PlanTensors
 from .plan_stats import PlanStats
 from .planner import TreePlanner
 
 __all__ = [
+    "PlanBuffers",
     "PlanConfig",
     "PlanStats",
+    "PlanTensors",
     "TreePlan",
     "TreePlanner",
     "UnsupportedImplementation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from radixkv_kernels import PlanConfig, TreePlan
+from radixkv_kernels import PlanBuffers, PlanConfig, TreePlan
 
 from tests.kernels.forests import check_sound, random_forest
 
@@ -128,3 +128,24 @@ def test_more_items_for_a_device_to_fill():
 def test_config():
     config = PlanConfig(16, 32, 8, cell_size=128)
     assert (config.group_size, config.run_cells, config.partial_cost) == (4, 16, 1 / 16)
+
+
+def test_buffers_keep_their_addresses_and_refuse_what_does_not_fit():
+    buffers = PlanBuffers(max_items=20, max_rows=8, max_partials=40, device="cpu")
+    few, more = plan(), plan(**two_prompts(4000, 50), lead_runs=1)
+    before = buffers.tensors.items.data_ptr()
+    for got in (more, few):
+        tensors = buffers.load(got)
+        assert tensors.items.data_ptr() == before and tensors.num_items.item() == got.num_items
+        assert np.array_equal(tensors.items[: got.num_items].numpy(), got.work.items)
+        assert tensors.row_token[:2].tolist() == got.row_token.tolist()
+        assert tensors.row_base[:3].tolist() == got.work.row_base.tolist()
+        assert (tensors.row_base[3:] == len(got.work.row_slots)).all()
+        assert tensors.row_slots[: len(got.work.row_slots)].tolist() == got.work.row_slots.tolist()
+        assert tensors.slot_cells[: len(got.work.row_slots)].tolist() == got.work.slot_cells.tolist()
+    assert buffers.load(few) is buffers.tensors
+    for size, name in ((more, "max_items = 3"), (plan(**two_prompts(300, 50, 9)), "max_rows = 8")):
+        with pytest.raises(ValueError, match=f"plan: expected at most {name}"):
+            PlanBuffers(3 if size is more else 20, 8, 40, "cpu").load(size)
+    with pytest.raises(ValueError, match="plan: expected at most max_partials = 1"):
+        PlanBuffers(20, 8, 1, "cpu").load(more)
