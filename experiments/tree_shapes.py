@@ -95,7 +95,8 @@ def make_tables(name: str, block_size: int, rng: random.Random) -> tuple[np.ndar
     ids: dict[tuple[object, ...], int] = {}
     rows = []
     for path in sequences:
-        blocks, row, filled = [], [], 0
+        filled = 0
+        blocks: list[tuple[int, tuple[object, ...]]] = []
         key: tuple[object, ...] = ()
         for segment, tokens in path:
             end = filled + tokens

@@ -123,11 +123,14 @@ class TreePlanner:
         q_lens = check_lengths(self.config, lens, cu, len(rows))
         extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window)
         active = np.flatnonzero(q_lens)
-        shareable = extents.shareable(int(extents.full.max(initial=0)))[active]
+        shareable = extents.shareable(int(extents.full.max(initial=0)))
+        if len(active) < len(rows):
+            shareable = shareable[active]
         num_cells = shareable.shape[1]
         some = rows[active]
-        order = sort_sequences(self._keys[some, :num_cells], shareable, self.config.window is not None)
-        numbers, can = self._numbers[some[order], :num_cells], shareable[order]
+        keys = self._keys[:, :num_cells].take(some, axis=0)
+        order = sort_sequences(keys, shareable, self.config.window is not None)
+        numbers, can = self._numbers[:, :num_cells].take(some[order], axis=0), shareable.take(order, axis=0)
         same = np.zeros(shareable.shape, dtype=bool)
         same[1:] = (numbers[1:] == numbers[:-1]) & can[1:] & can[:-1]
         self._last = assemble(self.config, active[order], same, extents, lens, cu, lambda: self._table[rows])
