@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class Config:
     samples: int = 9
     patience_s: float = 60.0
     canary_slack: float = 1.6
+    clock: str = "wall"
+    """"wall", all threads; or "cpu": CPU time of one thread, which a busy neighbour hardly changes."""
     seed: int = 0
 
 
@@ -179,7 +181,13 @@ def time_rows(config: Config, case: Case, canary: Canary) -> list[Row]:
     if not torch.equal(sides["tree"](), sides["paged"]()):
         raise AssertionError(f"{case}: shared and unshared differ")
     errors = errors_of(batch, sides)
-    timing = TimingConfig((), samples=config.samples, patience_s=config.patience_s, canary_slack=config.canary_slack)
+    timing = TimingConfig(
+        (),
+        samples=config.samples,
+        patience_s=config.patience_s,
+        canary_slack=config.canary_slack,
+        clock=config.clock,
+    )
     times = time_sides(timing, sides, canary)
     medians = {name: sorted(taken)[len(taken) // 2] for name, (taken, _) in times.items()}
     n, p, u = case.num_seqs, case.prefix, case.own
@@ -202,7 +210,9 @@ def time_rows(config: Config, case: Case, canary: Canary) -> list[Row]:
 
 
 def run(config: Config) -> list[Row]:
-    """Rows of kind "bytes", one a tree, and of kind "time", one a case and side."""
+    """Rows of kind "bytes", one a tree, and "time", one a case and side. Clock "cpu" sets PyTorch to one thread."""
+    if config.clock == "cpu":
+        torch.set_num_threads(1)
     canary = Canary(config.canary_slack)
     rows: list[Row] = []
     with progress(NAME, len(config.shapes) + len(config.cases)) as bar:
@@ -289,11 +299,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a few seconds instead of a minute")
     parser.add_argument("--bytes-only", action="store_true", help="plans without timing")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time of one thread")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the JSON and the plot")
     arguments = parser.parse_args(argv)
     config = SMOKE if arguments.smoke else FULL
-    if arguments.bytes_only:
-        config = Config(config.shapes, ())
+    config = replace(config, clock=arguments.clock, cases=() if arguments.bytes_only else config.cases)
     rows = run(config)
     path = save(arguments.out, NAME, asdict(config), rows)
     report(rows)
