@@ -6,6 +6,7 @@ What an implementation receives and must compute is in `interface.py`; which one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from . import block_tables
 from . import validate as checks
 from .errors import UnsupportedImplementation
 from .interface import AttentionSpec, AttentionTensors
+from .plan import TreePlan
 from .selection import select_implementation
 
 
@@ -38,6 +40,7 @@ def paged_attention(
     v_scale: float | Tensor | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    plan: TreePlan | None = None,
     implementation: str = "auto",
     validate: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -61,6 +64,8 @@ def paged_attention(
         k_scale, v_scale: a number, or [num_kv_heads] float32: what to multiply cached keys and values by.
         out: [num_tokens, num_q_heads, v_head_dim] q's dtype, any strides; None: allocated.
         return_lse: also return the natural-log sum of exp of each row's scores, sink included.
+        plan: who reads what, made from the same block tables, lengths and options: KV that sequences share is read
+            once. The results have the same bits as without.
         implementation: "auto" (by device), "reference", "torch" or "triton".
         validate: check lengths and ids too; None: where they are on the CPU. On a GPU True synchronises.
 
@@ -136,8 +141,37 @@ def paged_attention(
     reason = chosen.unsupported(spec, tensors)
     if reason is not None:
         raise UnsupportedImplementation(reason)
-    chosen.paged_attention(spec, tensors, out, lse)
+    if plan is None:
+        chosen.paged_attention(spec, tensors, out, lse)
+    else:
+        _check_plan(plan, spec, tensors, look)
+        if not hasattr(chosen, "tree_attention"):
+            raise UnsupportedImplementation(f"implementation {implementation!r}: takes no plan")
+        chosen.tree_attention(spec, tensors, plan, out, lse)
     return out if lse is None else (out, lse)
+
+
+def tree_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, plan: TreePlan, **arguments: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`paged_attention` that reads KV which several sequences share once a step; the same arguments, the same bits.
+
+    plan: from `TreePlan.from_block_table` or a `TreePlanner`; made once a step, it serves every layer. Raises as
+    `paged_attention`, and ValueError where the plan was made for other shapes, options or lengths.
+    Cost: O(rows * visible keys * num_q_heads * head_dim); reads plan.stats.num_kv_tokens_read tokens of KV.
+    """
+    return paged_attention(q, k_cache, v_cache, plan=plan, **arguments)
+
+
+def _check_plan(plan: TreePlan, spec: AttentionSpec, tensors: AttentionTensors, look: bool) -> None:
+    """The plan was made for this call. Its block tables are taken on trust."""
+    config = plan.config
+    for name in ("block_size", "num_q_heads", "num_kv_heads", "causal", "window"):
+        want, have = getattr(spec, name), getattr(config, name)
+        checks.expect(have == want, "plan", f"one made with {name} {want}", have)
+    checks.expect(plan.num_seqs == tensors.num_seqs, "plan", f"one of {tensors.num_seqs} sequences", plan.num_seqs)
+    if look:
+        plan.check_fits(tensors.seq_lens.cpu().numpy(), tensors.cu_seqlens_q.cpu().numpy())
 
 
 def store_kv(

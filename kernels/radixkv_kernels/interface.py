@@ -1,6 +1,6 @@
 """What `api.py` hands to an implementation, and what every implementation must do with it.
 
-An implementation is a module (`reference`, `torch_impl`, `triton_impl`) with five functions:
+An implementation is a module (`reference`, `torch_impl`, `triton_impl`) with six functions:
 
     unsupported(spec, tensors) -> str | None
         Why this implementation can't run the call, or None where it can. Looks at values of `spec`, and at dtypes,
@@ -8,6 +8,9 @@ An implementation is a module (`reference`, `torch_impl`, `triton_impl`) with fi
     paged_attention(spec, tensors, out, lse) -> None
         Writes `out` [num_tokens, num_q_heads, v_head_dim] (q's dtype, any strides) and, unless it is None, `lse`
         [num_tokens, num_q_heads] float32 (any strides).
+    tree_attention(spec, tensors, plan, out, lse) -> None
+        `paged_attention` with a `plan.TreePlan` made for this call (its work list: `plan_items.WorkList`). The same
+        bits; only who reads KV differs. ValueError where the plan's cells are not this implementation's.
     store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None
         k [num_tokens, num_kv_heads, head_dim], v [.., v_head_dim]; slot_mapping [num_tokens] int64, block * block_size
         + offset, negative: skip the token. Scales as in AttentionTensors: the cache holds value / scale (divided in
@@ -45,9 +48,12 @@ row's q, p, and the KV it sees: not on the batch, not on the other rows, not on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .plan import TreePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +115,16 @@ class AttentionTensors:
 
 
 class Implementation(Protocol):
-    """The five functions that the module's docstring describes."""
+    """The six functions that the module's docstring describes."""
 
     def unsupported(self, spec: AttentionSpec, tensors: AttentionTensors) -> str | None: ...
 
     def paged_attention(
         self, spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None
+    ) -> None: ...
+
+    def tree_attention(
+        self, spec: AttentionSpec, tensors: AttentionTensors, plan: TreePlan, out: Tensor, lse: Tensor | None
     ) -> None: ...
 
     def store_kv(

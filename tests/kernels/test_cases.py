@@ -227,3 +227,8 @@ def test_scratch_made_in_inference_mode_serves_outside_of_it_too():
     with torch.inference_mode():
         again, _ = one_sequence(k, v, q, "torch")
     assert torch.equal(inside, outside) and torch.equal(outside, again)
+
+
+def test_windows_with_a_run_between_them_that_nobody_sees():
+    """A short and a long sequence under a window: keys of runs 0 and 2, none of run 1."""
+    check(make(Shape(q_lens=(1, 1), seq_lens=(300, 5000), window=100)))

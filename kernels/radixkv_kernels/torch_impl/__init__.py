@@ -1,12 +1,12 @@
 """The CPU's implementation (and any device's without Triton), vectorised plain torch. Module map:
 
 `cells` the arithmetic of one cell; `state` the merge formula; `gather` paged cache -> scratch; `rows` which row sees
-what; `narrow`, `wide` many short row sets, one long one; `attention` ties them; `cache_ops` store and copy;
-`workspace` scratch that outlives a call.
+what; `narrow`, `wide` many short row sets, one long one; `tree` the items of a plan; `attention` ties them;
+`cache_ops` store and copy; `workspace` scratch that outlives a call.
 """
 
-from .attention import paged_attention, unsupported
+from .attention import paged_attention, tree_attention, unsupported
 from .cache_ops import copy_blocks, store_kv
 from .state import merge_states
 
-__all__ = ["copy_blocks", "merge_states", "paged_attention", "store_kv", "unsupported"]
+__all__ = ["copy_blocks", "merge_states", "paged_attention", "store_kv", "tree_attention", "unsupported"]

@@ -22,8 +22,8 @@ _PARTIAL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Sequences of equally many rows; every array is [num_seqs of the group]."""
+class NarrowGroup:
+    """Sequences of equally many rows (or items of a plan, of equally many); every array is [num_seqs of the group]."""
 
     q: Tensor
     """[seqs, num_kv_heads, rows, head_dim] compute_dtype."""
@@ -36,21 +36,26 @@ class _Group:
     full_hi: np.ndarray
     block_start: np.ndarray
 
-    def runs(self) -> range:
-        """Runs that some row sees."""
+    def runs(self) -> list[int]:
+        """Runs that some row sees; with windows there may be gaps between them."""
         seen = self.hi > self.lo
-        if not seen.any():
-            return range(0)
         run = CELL_SIZE * RUN_CELLS
-        return range(int(self.lo[seen].min()) // run, (int(self.hi[seen].max()) - 1) // run + 1)
+        first, last = self.lo[seen] // run, (self.hi[seen] - 1) // run
+        size = int(last.max(initial=-1)) + 2
+        depth = np.cumsum(np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size))
+        return np.flatnonzero(depth).tolist()
 
 
 def attend_narrow(job: Job, tokens: int, seqs: np.ndarray) -> None:
     """All rows of `seqs`, each of up to `tokens` rows of q; writes out and lse. O(their KV)."""
-    rows_bytes = job.spec.num_q_heads * tokens * job.spec.v_head_dim * 4 * RUN_CELLS
-    step = max(1, _PARTIAL_BYTES // rows_bytes)
+    step = narrow_step(job, tokens * job.spec.group_size)
     for start in range(0, len(seqs), step):
         _attend(job, tokens, seqs[start : start + step])
+
+
+def narrow_step(job: Job, rows: int) -> int:
+    """How many sequences of `rows` rows a group may have, for the scratch of a run's partials to stay small."""
+    return max(1, _PARTIAL_BYTES // (job.spec.num_kv_heads * rows * job.spec.v_head_dim * 4 * RUN_CELLS))
 
 
 def _attend(job: Job, tokens: int, seqs: np.ndarray) -> None:
@@ -60,7 +65,7 @@ def _attend(job: Job, tokens: int, seqs: np.ndarray) -> None:
     real = token < q_len
     lo, hi, position = job.visible(seqs[:, None], np.minimum(token, q_len - 1))
     # padding tokens repeat the last row, so they widen nothing
-    group = _Group(
+    group = NarrowGroup(
         job.query_rows(torch.from_numpy(job.q_start[seqs][:, None] + np.minimum(token, q_len - 1)).to(device)),
         job.bounds(lo * real, hi * real, position),
         lo.min(1),
@@ -69,26 +74,31 @@ def _attend(job: Job, tokens: int, seqs: np.ndarray) -> None:
         hi.min(1),
         job.block_start[seqs],
     )
-    shape = (len(seqs), job.spec.num_kv_heads, group.q.shape[2])
+    total = fold_group(job, group)
+    out, lse = total.finish(job.sinks_of_rows(group.q.shape[2]), job.v_scale_of_rows())
+    _write(job, seqs, tokens, out, lse)
+
+
+def fold_group(job: Job, group: NarrowGroup) -> State:
+    """The state of all rows of a group over their keys in [lo, hi): [seqs, num_kv_heads, rows]. O(their KV)."""
+    device = group.q.device
+    shape = group.q.shape[:3]
     total: State | None = None
     for run in group.runs():
         active, state = _run(job, group, run)
-        if total is None and len(active) == len(seqs):
+        if total is None and len(active) == shape[0]:
             total = state
             continue
         if total is None:
             total = State.empty(shape, job.spec.v_head_dim, device)
-        if len(active) == len(seqs):
+        if len(active) == shape[0]:
             total.fold_state(state)
         else:
             total.fold_state_at(torch.from_numpy(active).to(device), state)
-    if total is None:
-        total = State.empty(shape, job.spec.v_head_dim, device)
-    out, lse = total.finish(job.sinks_of_rows(shape[2]), job.v_scale_of_rows())
-    _write(job, seqs, tokens, out, lse)
+    return State.empty(shape, job.spec.v_head_dim, device) if total is None else total
 
 
-def _run(job: Job, group: _Group, run: int) -> tuple[np.ndarray, State]:
+def _run(job: Job, group: NarrowGroup, run: int) -> tuple[np.ndarray, State]:
     """One run of the group: the sequences that see some of it, and their state over it."""
     first = (run * RUN_CELLS + np.arange(RUN_CELLS)) * CELL_SIZE
     seen = (first < group.hi[:, None]) & (first + CELL_SIZE > group.lo[:, None]) & (group.hi > group.lo)[:, None]
@@ -116,7 +126,9 @@ def _run(job: Job, group: _Group, run: int) -> tuple[np.ndarray, State]:
     return active, state
 
 
-def _partials(job: Job, group: _Group, seq: np.ndarray, first: np.ndarray, num_whole: int) -> tuple[Tensor, Tensor]:
+def _partials(
+    job: Job, group: NarrowGroup, seq: np.ndarray, first: np.ndarray, num_whole: int
+) -> tuple[Tensor, Tensor]:
     """The cells' results, in scratch: lse [pairs + 1, num_kv_heads, rows], out [.., v_head_dim] float32.
 
     `seq`, `first` [pairs]: sequence of the group and first token of the cell; the first `num_whole` need no mask. The

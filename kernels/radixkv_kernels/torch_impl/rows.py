@@ -99,6 +99,10 @@ class Job:
         rows[:, :, : tokens * group] = np.stack((lo, hi, position)).repeat(group, axis=2)
         return RowBounds(*torch.from_numpy(rows).to(self.tensors.q.device))
 
+    def flat_bounds(self, lo: np.ndarray, hi: np.ndarray, position: np.ndarray) -> RowBounds:
+        """[batch, padded rows] each, as they are."""
+        return RowBounds(*(torch.from_numpy(x).to(self.tensors.q.device) for x in (lo, hi, position)))
+
     def write(self, rows: Tensor, out: Tensor, lse: Tensor) -> None:
         """Results [batch, num_kv_heads, padded rows (, v_head_dim)] to rows [batch, tokens] of out and lse."""
         spec = self.spec
@@ -129,13 +133,16 @@ def padded_rows(rows: int) -> int:
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def split(job: Job) -> tuple[list[tuple[int, np.ndarray]], list[int]]:
-    """Narrow groups (tokens a sequence, rounded up to a power of two; sequences), wide sequences. O(num_seqs)."""
+def split(job: Job, skip: np.ndarray | None = None) -> tuple[list[tuple[int, np.ndarray]], list[int]]:
+    """Narrow groups (tokens a sequence, rounded up to a power of two; sequences), wide sequences. O(num_seqs).
+
+    skip: [num_seqs] bool, sequences to leave out.
+    """
     group = job.spec.group_size
     narrow: dict[int, list[int]] = {}
     wide: list[int] = []
     for s, q_len in enumerate(job.q_len.tolist()):
-        if q_len == 0:
+        if q_len == 0 or (skip is not None and skip[s]):
             continue
         tokens = 1 << (q_len - 1).bit_length()
         if q_len == 1 or tokens * group <= NARROW_ROWS:

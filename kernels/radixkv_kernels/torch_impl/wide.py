@@ -20,11 +20,9 @@ TILE_ROWS = 1024
 
 
 @dataclass(slots=True)
-class _Tile:
-    """Some rows of the sequence; `state` grows run by run."""
+class WideTile:
+    """Some rows of the sequence (or of an item of a plan); `state` grows run by run."""
 
-    rows: Tensor
-    """[1, tokens] int64, rows of q."""
     q: Tensor
     """[1, num_kv_heads, rows, head_dim] compute_dtype."""
     bounds: RowBounds
@@ -35,11 +33,23 @@ class _Tile:
     full_hi: int
     state: State | None = None
 
+    def result(self, job: Job) -> State:
+        """The state, empty where no run was folded."""
+        return self.state or State.empty(tuple(self.q.shape[:3]), job.spec.v_head_dim, self.q.device)
+
 
 def attend_wide(job: Job, seq: int) -> None:
     """All rows of one sequence; writes out and lse. O(q_len * visible keys)."""
-    tiles = _tiles(job, seq)
-    device = job.tensors.q.device
+    pairs = _tiles(job, seq)
+    fold_tiles(job, seq, [tile for _, tile in pairs])
+    for rows, tile in pairs:
+        padded = tile.q.shape[2]
+        out, lse = tile.result(job).finish(job.sinks_of_rows(padded), job.v_scale_of_rows())
+        job.write(rows, out, lse)
+
+
+def fold_tiles(job: Job, seq: int, tiles: list[WideTile]) -> None:
+    """Sets each tile's state over its keys in [lo, hi), read through the blocks of sequence `seq`."""
     lo, hi = min(t.lo for t in tiles), max(t.hi for t in tiles)
     run_tokens = CELL_SIZE * RUN_CELLS
     for first in range(lo // run_tokens * run_tokens, hi, run_tokens) if hi > lo else ():
@@ -48,14 +58,10 @@ def attend_wide(job: Job, seq: int) -> None:
         k, v = (_gather(job, seq, reader, cells, a, b) for reader in (job.k_reader, job.v_reader))
         for tile in tiles:
             _fold_run(job, tile, cells, k, v)
-    for tile in tiles:
-        padded = tile.q.shape[2]
-        state = tile.state or State.empty((1, job.spec.num_kv_heads, padded), job.spec.v_head_dim, device)
-        out, lse = state.finish(job.sinks_of_rows(padded), job.v_scale_of_rows())
-        job.write(tile.rows, out, lse)
 
 
-def _tiles(job: Job, seq: int) -> list[_Tile]:
+def _tiles(job: Job, seq: int) -> list[tuple[Tensor, WideTile]]:
+    """With each tile its rows of q, [1, tokens] int64."""
     q_len, device = int(job.q_len[seq]), job.tensors.q.device
     step = max(1, TILE_ROWS // job.spec.group_size)
     tiles = []
@@ -63,17 +69,8 @@ def _tiles(job: Job, seq: int) -> list[_Tile]:
         token = np.arange(start, min(q_len, start + step))[None, :]
         lo, hi, position = job.visible(np.array([[seq]]), token)
         rows = torch.from_numpy(job.q_start[seq] + token).to(device)
-        tiles.append(
-            _Tile(
-                rows,
-                job.query_rows(rows),
-                job.bounds(lo, hi, position),
-                int(lo.min()),
-                int(hi.max()),
-                int(lo.max()),
-                int(hi.min()),
-            )
-        )
+        edges = int(lo.min()), int(hi.max()), int(lo.max()), int(hi.min())
+        tiles.append((rows, WideTile(job.query_rows(rows), job.bounds(lo, hi, position), *edges)))
     return tiles
 
 
@@ -88,7 +85,7 @@ def _gather(job: Job, seq: int, reader: CacheReader, cells: np.ndarray, lo: int,
     return gathered
 
 
-def _fold_run(job: Job, tile: _Tile, cells: np.ndarray, k: Tensor, v: Tensor) -> None:
+def _fold_run(job: Job, tile: WideTile, cells: np.ndarray, k: Tensor, v: Tensor) -> None:
     """Folds the cells of one run that the tile sees, then the run."""
     run: State | None = None
     for i, first in enumerate(cells.tolist()):

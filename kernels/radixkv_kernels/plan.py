@@ -1,0 +1,257 @@
+"""What is shared by whom, as a work list for attention: the plan of tree attention.
+
+Made once a step (all layers use it), from block tables alone (`TreePlan.from_block_table`) or incrementally
+(`planner.TreePlanner`), and passed to `api.paged_attention(..., plan=...)`. A plan decides who computes a cell of KV
+and who reads it; results have the same bits with any plan, and without one. Ideas are from tree attention in DeFT
+(2404.00242), FastTree (MLSys 2025) and PAT (2511.22333); the cell rule that makes the cuts invisible is in
+`interface.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from .plan_cells import Extents, last_block_keys, same_as_before, sort_sequences
+from .plan_cuts import choose_cuts
+from .plan_items import Rows, WorkList, build_items
+from .plan_stats import PlanStats, measure
+from .validate import expect
+
+RUN_TOKENS = 2048
+"""KV tokens of a run, in every implementation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """What stays the same from step to step. Raises ValueError naming the field."""
+
+    block_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    cell_size: int = 256
+    """KV tokens of a cell: 256 for the torch implementation, 128 for Triton's."""
+    causal: bool = True
+    window: int | None = None
+    tile_rows: int = 1024
+    """Most flat rows (query token, head of the group) of an item: a kernel's tile."""
+    lead_runs: int = 4
+    """Most runs that one item folds: bounds an item's time."""
+    min_items: int = 0
+    """Cut finer, into single runs and then single cells, while there are fewer items: for a device to fill."""
+    kv_itemsize: int = 2
+    """Bytes of a cached number; weighs reading KV against writing partial results."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_q_heads", "num_kv_heads", "cell_size", "tile_rows", "lead_runs", "kv_itemsize"):
+            value = getattr(self, name)
+            expect(isinstance(value, int) and value >= 1, name, "an int >= 1", value)
+        expect(self.num_q_heads % self.num_kv_heads == 0, "num_q_heads", "a multiple of num_kv_heads", self.num_q_heads)
+        expect(RUN_TOKENS % self.cell_size == 0, "cell_size", f"a divisor of {RUN_TOKENS}", self.cell_size)
+        ok = self.window is None or (isinstance(self.window, int) and self.window >= 1)
+        expect(ok, "window", "None or an int >= 1", self.window)
+        expect(isinstance(self.min_items, int) and self.min_items >= 0, "min_items", "an int >= 0", self.min_items)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def run_cells(self) -> int:
+        """Cells of a run."""
+        return RUN_TOKENS // self.cell_size
+
+    @property
+    def partial_cost(self) -> float:
+        """Bytes to write and read one query token's partial over bytes of a cell's KV, per unit of head_dim."""
+        return 4 * self.group_size / (self.kv_itemsize * self.cell_size)
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """Work items over a batch. Immutable; holds for every step whose lengths stay within `extents`.
+
+    A query token of the batch is a row; rows are renumbered so that sharers are neighbours. An item is an interval of
+    rows and an interval of cells, read through the block table of its first row's sequence; where a row sees none or
+    part of a cell, a mask says so.
+    """
+
+    config: PlanConfig
+    work: WorkList
+    order: np.ndarray
+    """[sequences with rows] int64: the plan's order of sequences."""
+    row_token: np.ndarray
+    """[num_rows] int32: row of q of each row of the plan (the permutation)."""
+    row_seq: np.ndarray
+    """[num_rows] int32: its sequence."""
+    extents: Extents
+    cu_seqlens_q: np.ndarray
+    """[num_seqs + 1] int64, as given; seq_lens likewise, [num_seqs]."""
+    seq_lens: np.ndarray
+    _table: Callable[[], np.ndarray] = field(repr=False, compare=False)
+
+    @staticmethod
+    def from_block_table(
+        block_table: Tensor | np.ndarray,
+        seq_lens: Tensor | np.ndarray,
+        cu_seqlens_q: Tensor | np.ndarray,
+        *,
+        block_size: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        cell_size: int = 256,
+        causal: bool = True,
+        window: int | None = None,
+        tile_rows: int = 1024,
+        lead_runs: int = 4,
+        min_items: int = 0,
+        kv_itemsize: int = 2,
+    ) -> TreePlan:
+        """Finds what is shared by comparing block ids; the caller declares nothing.
+
+        Args:
+            block_table: [num_seqs, max_blocks] int; ids of blocks that no row sees may be anything. Kept (not copied)
+                for `stats`. Tensors off the CPU are copied to it, which synchronises.
+            seq_lens: [num_seqs] int, this call's tokens included.
+            cu_seqlens_q: [num_seqs + 1] int.
+            block_size, num_q_heads, num_kv_heads, causal, window: as the attention call will have them.
+            cell_size, tile_rows, lead_runs, min_items, kv_itemsize: see `PlanConfig`.
+
+        Raises ValueError naming the argument. O(num_seqs * max_blocks) where prefixes are shared, and a sort of
+        num_seqs keys of one block id a cell.
+        """
+        config = PlanConfig(
+            block_size,
+            num_q_heads,
+            num_kv_heads,
+            cell_size,
+            causal,
+            window,
+            tile_rows,
+            lead_runs,
+            min_items,
+            kv_itemsize,
+        )
+        table = host_array("block_table", block_table, 2).astype(np.int32, copy=False)
+        lens = host_array("seq_lens", seq_lens, 1).astype(np.int64)
+        cu = host_array("cu_seqlens_q", cu_seqlens_q, 1).astype(np.int64)
+        q_lens = check_lengths(config, lens, cu, table.shape[0])
+        most = int(lens.max(initial=0))
+        room = table.shape[1] * block_size
+        expect(most <= room, "seq_lens", f"at most block_size * max_blocks = {room} tokens", most)
+        extents = Extents.of(lens, q_lens, cell_size, window)
+        active = np.flatnonzero(q_lens)
+        some = table if len(active) == len(lens) else table[active]
+        shareable = extents.shareable(int(extents.full.max(initial=0)))[active]
+        keys = last_block_keys(some, shareable.shape[1], cell_size, block_size)
+        order = sort_sequences(keys, shareable, window is not None)
+        same = same_as_before(some, order, keys, shareable, cell_size, block_size)
+        return assemble(config, active[order], same, extents, lens, cu, lambda: table)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_items(self) -> int:
+        return len(self.work.items)
+
+    @property
+    def shares(self) -> bool:
+        """Whether any item serves several sequences."""
+        return bool(self.work.shared.any())
+
+    @cached_property
+    def stats(self) -> PlanStats:
+        """What the plan reads and writes, counted at first use. O(num_seqs * max_blocks log)."""
+        return measure(self, self._table())
+
+    def check_fits(self, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray) -> None:
+        """ValueError unless the plan serves a batch of these lengths (its block tables are not looked at)."""
+        expect(len(seq_lens) == self.num_seqs, "plan", f"one of {len(seq_lens)} sequences", self.num_seqs)
+        same = np.array_equal(cu_seqlens_q, self.cu_seqlens_q)
+        expect(same, "plan", "one made with these cu_seqlens_q", self.cu_seqlens_q.tolist())
+        expect(
+            self.extents.holds(seq_lens),
+            "plan",
+            "one whose seq_lens have the same cells as this call's; make a new one when a cell border is crossed",
+            self.seq_lens.tolist(),
+        )
+
+
+def assemble(
+    config: PlanConfig,
+    order: np.ndarray,
+    same: np.ndarray,
+    extents: Extents,
+    seq_lens: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    table: Callable[[], np.ndarray],
+) -> TreePlan:
+    """The plan of sequences in `order` (those with rows), `same` [len(order), cells] bool; for the two ways to plan."""
+    first, last = extents.first[order], extents.last[order]
+    run_cells, num_seqs = config.run_cells, len(order)
+    num_runs = max(1, -(-int(last.max(initial=0)) // run_cells))
+    by_cell = np.zeros((num_runs * run_cells, num_seqs), dtype=bool)
+    by_cell[: same.shape[1]] = same.T
+    q_lens = (cu_seqlens_q[1:] - cu_seqlens_q[:-1])[order]
+    rows, row_token, row_seq = _rows(config, order, q_lens, cu_seqlens_q, seq_lens)
+    if num_seqs == 0:
+        empty = np.zeros(0, dtype=np.int32)
+        nothing = np.zeros((0, 5), dtype=np.int32), np.zeros(1, dtype=np.int32), empty, empty
+        work = WorkList(*nothing, 0, empty, np.zeros(0, dtype=bool))
+        return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, table)
+    cuts = choose_cuts(by_cell, first, last, q_lens, run_cells, config.partial_cost)
+    work = build_items(cuts, rows, config.cell_size, config.lead_runs)
+    if len(work.items) < config.min_items and config.lead_runs > 1:
+        work = build_items(cuts, rows, config.cell_size, 1)
+    if len(work.items) < config.min_items:
+        work = build_items(cuts.by_cell(), rows, config.cell_size, 1)
+    return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, table)
+
+
+def _rows(
+    config: PlanConfig, order: np.ndarray, q_lens: np.ndarray, cu: np.ndarray, seq_lens: np.ndarray
+) -> tuple[Rows, np.ndarray, np.ndarray]:
+    """The rows in the plan's order, with row_token and row_seq."""
+    start = cu[order]
+    if (q_lens == 1).all():
+        rows = Rows(q_lens, None, None, config.group_size, config.tile_rows)
+        return rows, start.astype(np.int32), order.astype(np.int32)
+    of = np.repeat(np.arange(len(order)), q_lens)
+    token = np.arange(len(of)) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
+    seq = order[of]
+    hi = seq_lens[seq]
+    position = hi - q_lens[of] + token
+    if config.causal:
+        hi = np.clip(position + 1, 0, hi)
+    lo = np.zeros_like(hi) if config.window is None else np.clip(position - config.window + 1, 0, hi)
+    rows = Rows(q_lens, lo, hi, config.group_size, config.tile_rows)
+    return rows, (start[of] + token).astype(np.int32), seq.astype(np.int32)
+
+
+def host_array(name: str, values: Tensor | np.ndarray, ndim: int) -> np.ndarray:
+    """An int array on the host; ValueError naming it otherwise."""
+    array = values.cpu().numpy() if isinstance(values, Tensor) else values
+    expect(isinstance(array, np.ndarray) and array.ndim == ndim, name, f"a tensor of {ndim} dimensions", values)
+    expect(array.dtype in (np.int32, np.int64), name, "int32 or int64", array.dtype)
+    return array
+
+
+def check_lengths(config: PlanConfig, seq_lens: np.ndarray, cu: np.ndarray, num_seqs: int) -> np.ndarray:
+    """Validates lengths; returns q_lens."""
+    expect(len(seq_lens) == num_seqs, "seq_lens", f"shape [{num_seqs}]", list(seq_lens.shape))
+    expect(len(cu) == num_seqs + 1, "cu_seqlens_q", f"shape [{num_seqs + 1}]", list(cu.shape))
+    expect(cu[0] == 0, "cu_seqlens_q", "a first entry of 0", int(cu[0]))
+    q_lens: np.ndarray = cu[1:] - cu[:-1]
+    expect(int(q_lens.min(initial=0)) >= 0, "cu_seqlens_q", "a non-decreasing sequence", cu)
+    expect(int(seq_lens.min(initial=0)) >= 0, "seq_lens", "values >= 0", seq_lens)
+    if config.causal and (q_lens > seq_lens).any():
+        short = (q_lens > seq_lens) & (seq_lens > 0)
+        expect(not short.any(), "seq_lens", "at least this call's tokens of each sequence", seq_lens)
+    return q_lens

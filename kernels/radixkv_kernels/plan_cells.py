@@ -1,0 +1,168 @@
+"""Which cells sequences have in common, and an order of sequences that puts sharers side by side.
+
+Called by `plan.py` (from block tables) and `planner.py` (incrementally). Two sequences share a cell where both hold all
+of it and their blocks of it are the same ids; since a prefix cache gives one block to one prefix, the last block id of
+each cell is a good key to sort by, and whether neighbours really agree is then compared exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Which cells each sequence has to read, and which of them it can share; every array [num_seqs] int64.
+
+    They stay the same while `seq_lens` stays in [low, high]: a step that crosses no cell border keeps its plan.
+    """
+
+    first: np.ndarray
+    """First cell that some row sees; last: one past the last; first == last for a sequence without keys or rows."""
+    last: np.ndarray
+    whole: np.ndarray
+    """Cells [whole, full) can be shared: every token is there, and visible to the sequence's first row."""
+    full: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @staticmethod
+    def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None) -> Extents:
+        """seq_lens, q_lens [num_seqs] int64; a causal window. O(num_seqs)."""
+        busy = (seq_lens > 0) & (q_lens > 0)
+        if window is None and busy.all():
+            full = (seq_lens - 1) // cell_size
+            zero = np.zeros(full.shape, dtype=np.int64)
+            low = full * cell_size + 1
+            return Extents(zero, full + 1, zero, full, low, low + (cell_size - 1))
+        # a cell counts as full once a later one exists, so a sequence changes its cells once a cell_size tokens
+        full = np.where(busy, (seq_lens - 1) // cell_size, 0)
+        last = np.where(busy, full + 1, 0)
+        low, high = np.where(busy, full * cell_size + 1, 0), np.where(busy, last * cell_size, 0)
+        unseen = q_lens == 0
+        high = np.where(unseen, np.iinfo(np.int64).max, high)
+        if window is None:
+            zero = np.zeros_like(full)
+            return Extents(zero, last, zero, full, low, high)
+        before = q_lens + window - 1
+        lo = np.where(busy, np.maximum(seq_lens - before, 0), 0)
+        first = lo // cell_size
+        low = np.where(lo > 0, np.maximum(low, np.maximum(first * cell_size, 1) + before), low)
+        limit = np.where(lo > 0, (first + 1) * cell_size - 1, 0) + before
+        high = np.where(busy, np.minimum(high, limit), high)
+        whole = np.minimum(np.where(lo > 0, first + 1, 0), last)
+        return Extents(first, last, whole, np.maximum(full, whole), low, high)
+
+    def shareable(self, num_cells: int) -> np.ndarray:
+        """[num_seqs, num_cells] bool."""
+        cells = np.arange(num_cells)
+        result: np.ndarray = cells < self.full[:, None]
+        return result & (cells >= self.whole[:, None]) if self.whole.any() else result
+
+    def holds(self, seq_lens: np.ndarray) -> bool:
+        """Whether a plan made of these extents serves these lengths. O(num_seqs)."""
+        return bool(((seq_lens >= self.low) & (seq_lens <= self.high)).all())
+
+
+def cell_columns(num_cells: int, cell_size: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last column of a block table that each cell touches, [num_cells] int64."""
+    cells = np.arange(num_cells)
+    return cells * cell_size // block_size, ((cells + 1) * cell_size - 1) // block_size
+
+
+def sort_sequences(keys: np.ndarray, shareable: np.ndarray, windowed: bool) -> np.ndarray:
+    """Order of sequences in which those with a common prefix stand together, [num_seqs] int64; ties by number.
+
+    keys: [num_seqs, num_cells] int32, last block id of each cell; where not shareable, anything (overwritten).
+    O(num_seqs * num_cells), and a sort of as many byte strings.
+    """
+    num_seqs, num_cells = keys.shape
+    keys = np.where(shareable, keys, -1)
+    if windowed:
+        _fill_before_windows(keys, shareable)
+    data, width = keys.astype(np.int32, copy=False).tobytes(), 4 * num_cells
+    rows = [data[i : i + width] for i in range(0, num_seqs * width, width)] if width else [b""] * num_seqs
+    return np.array(sorted(range(num_seqs), key=rows.__getitem__), dtype=np.int64)
+
+
+def _fill_before_windows(keys: np.ndarray, shareable: np.ndarray) -> None:
+    """Gives cells that fell out of a sequence's window the key of a sequence that still has them and agrees later.
+
+    For the order only: without it, sharers whose windows begin in different cells would not meet.
+    """
+    known = shareable.copy()
+    for c in range(keys.shape[1] - 2, -1, -1):
+        have = known[:, c] & known[:, c + 1]
+        want = known[:, c + 1] & ~known[:, c]
+        if not (have.any() and want.any()):
+            continue
+        following, at = np.unique(keys[have, c + 1], return_index=True)
+        place = np.minimum(np.searchsorted(following, keys[want, c + 1]), len(following) - 1)
+        found = following[place] == keys[want, c + 1]
+        rows = np.nonzero(want)[0][found]
+        keys[rows, c] = keys[have, c][at[place[found]]]
+        known[rows, c] = True
+
+
+def same_as_before(
+    table: np.ndarray, order: np.ndarray, keys: np.ndarray, shareable: np.ndarray, cell_size: int, block_size: int
+) -> np.ndarray:
+    """Whether each cell is the one of the sequence before it in `order`, compared block by block.
+
+    table: [num_seqs, columns] int32. Returns [num_seqs, num_cells] bool, row i about order[i]; row 0 is False.
+    O(num_seqs * columns of the cells whose last blocks agree).
+    """
+    ordered, can = keys[order], shareable[order]
+    same = np.zeros(keys.shape, dtype=bool)
+    np.equal(ordered[1:], ordered[:-1], out=same[1:])
+    same[1:] &= can[1:] & can[:-1]
+    used = same.any(0)
+    if not used.any():
+        return same
+    num_cells = int(np.nonzero(used)[0][-1]) + 1
+    begin, end = cell_columns(num_cells, cell_size, block_size)
+    if (begin == end).all():
+        return same  # a cell has one block, and those were just compared
+    rows = _unlike_rows(table, order, same, end)
+    if not len(rows):
+        return same
+    columns = int(end[-1]) + 1
+    differ = table[order[rows], :columns] != table[order[rows - 1], :columns]
+    if cell_size % block_size == 0:
+        different = differ.reshape(len(rows), num_cells, cell_size // block_size).any(2)
+    else:
+        counts = np.zeros((len(rows), columns + 1), dtype=np.int32)
+        np.cumsum(differ, axis=1, out=counts[:, 1:])
+        different = counts[:, end + 1] != counts[:, begin]
+    same[rows, :num_cells] &= ~different
+    return same
+
+
+def _unlike_rows(table: np.ndarray, order: np.ndarray, same: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Rows of `same` with some True cell whose block ids don't agree from column 0 on, to be looked at cell by cell.
+
+    Comparing whole rows as bytes is twice as fast as comparing numbers, and with block ids of a prefix cache it is all.
+    """
+    rows = np.flatnonzero(same.any(1))
+    num_cells = len(end)
+    columns = end[num_cells - 1 - same[rows, num_cells - 1 :: -1].argmax(1)] + 1
+    widths = (columns * table.itemsize).tolist()
+    part = table[:, : int(columns.max())]
+    unlike = []
+    before, data_before = -1, b""
+    for row, width in zip(rows.tolist(), widths, strict=True):
+        if before != row - 1:
+            data_before = part[order[row - 1]].tobytes()
+        data = part[order[row]].tobytes()
+        if not data.startswith(data_before[:width]):
+            unlike.append(row)
+        before, data_before = row, data
+    return np.array(unlike, dtype=np.int64)
+
+
+def last_block_keys(table: np.ndarray, num_cells: int, cell_size: int, block_size: int) -> np.ndarray:
+    """[num_seqs, num_cells] int32: the last block id of each cell; past a table's end its last column."""
+    _, end = cell_columns(num_cells, cell_size, block_size)
+    return table[:, np.minimum(end, max(0, table.shape[1] - 1))] if num_cells else table[:, :0]

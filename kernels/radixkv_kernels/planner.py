@@ -1,0 +1,183 @@
+"""Plans kept up to date while sequences come, grow and go: what an engine calls each step.
+
+Each cell of a sequence gets a number that stands for its block ids, the same for every sequence with the same ids
+there; so what neighbours share is a comparison of small arrays, and most steps, in which no sequence crosses a cell
+border, return the plan of the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from .plan import PlanConfig, TreePlan, assemble, check_lengths, host_array
+from .plan_cells import Extents, cell_columns, sort_sequences
+from .validate import expect
+
+
+class TreePlanner:
+    """The block tables of live sequences, and plans over any of them. Not for several threads at once.
+
+    >>> planner = TreePlanner(PlanConfig(block_size=16, num_q_heads=8, num_kv_heads=2))
+    >>> planner.add("a", range(20)); planner.add("b", [*range(18), 30])
+    >>> planner.plan(["a", "b"], np.array([310, 300]), np.array([0, 1, 2])).shares
+    True
+    """
+
+    def __init__(self, config: PlanConfig) -> None:
+        self.config = config
+        self._row_of: dict[Hashable, int] = {}
+        self._free: list[int] = []
+        self._table = np.zeros((0, 0), dtype=np.int32)
+        self._num_blocks = np.zeros(0, dtype=np.int64)
+        # of each cell whose blocks are all known: its last block id, and the number of its block ids
+        self._keys = np.zeros((0, 0), dtype=np.int32)
+        self._numbers = np.zeros((0, 0), dtype=np.int32)
+        self._num_cells = np.zeros(0, dtype=np.int64)
+        self._number_of: dict[bytes, int] = {}
+        self._uses: list[int] = []
+        self._content: list[bytes] = []
+        self._unused: list[int] = []
+        self._last: TreePlan | None = None
+        self._last_sequences: list[Hashable] = []
+        self._last_rows = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, sequence: Hashable) -> bool:
+        return sequence in self._row_of
+
+    def add(self, sequence: Hashable, blocks: Sequence[int] | np.ndarray) -> None:
+        """A sequence and its block ids; ValueError where it is there already. O(blocks), an array being fastest."""
+        expect(sequence not in self._row_of, "sequence", "one that is not there yet", sequence)
+        ids = np.asarray(blocks, dtype=np.int32)
+        expect(ids.ndim == 1, "blocks", "a sequence of block ids", ids.shape)
+        if not self._free:
+            self._grow(max(8, 2 * len(self._table)), self._table.shape[1])
+        if len(ids) > self._table.shape[1]:
+            self._grow(len(self._table), max(len(ids), 2 * self._table.shape[1]))
+        row = self._row_of[sequence] = self._free.pop()
+        self._table[row, : len(ids)] = ids
+        self._num_blocks[row] = len(ids)
+        self._number_cells(row)
+        self._last = None
+
+    def append(self, sequence: Hashable, block: int) -> None:
+        """One more block at the sequence's end; KeyError where it isn't there. O(1), amortised."""
+        row = self._row_of[sequence]
+        count = int(self._num_blocks[row])
+        if count == self._table.shape[1]:
+            self._grow(len(self._table), max(8, 2 * count))
+        self._table[row, count] = block
+        self._num_blocks[row] = count + 1
+        if (count + 1) * self.config.block_size >= (int(self._num_cells[row]) + 1) * self.config.cell_size:
+            self._number_cells(row)
+
+    def replace(self, sequence: Hashable, index: int, block: int) -> None:
+        """Another block in place of the sequence's block number `index`; IndexError past its end. O(cells)."""
+        row = self._row_of[sequence]
+        if not 0 <= index < self._num_blocks[row]:
+            raise IndexError(f"index: expected one below {self._num_blocks[row]}, got {index}")
+        self._table[row, index] = block
+        self._forget_cells(row, index * self.config.block_size // self.config.cell_size)
+        self._number_cells(row)
+        self._last = None
+
+    def remove(self, sequence: Hashable) -> None:
+        """Forgets a sequence; KeyError where it isn't there. O(cells)."""
+        row = self._row_of.pop(sequence)
+        self._forget_cells(row, 0)
+        self._num_blocks[row] = 0
+        self._free.append(row)
+        self._last = None
+
+    def plan(
+        self, sequences: Sequence[Hashable], seq_lens: Tensor | np.ndarray, cu_seqlens_q: Tensor | np.ndarray
+    ) -> TreePlan:
+        """The plan of a batch of these sequences in this order, equal to `TreePlan.from_block_table` of their tables.
+
+        Args:
+            sequences: [num_seqs], each added before.
+            seq_lens, cu_seqlens_q: as for `TreePlan.from_block_table`; on the CPU, or it synchronises.
+
+        Returns the plan of the call before, the same object, where it still holds: then nothing needs to be uploaded.
+        Raises KeyError for a sequence that isn't there, ValueError naming the argument.
+        O(num_seqs), or where a cell border was crossed or the batch changed O(num_seqs * cells).
+        """
+        lens = host_array("seq_lens", seq_lens, 1).astype(np.int64)
+        cu = host_array("cu_seqlens_q", cu_seqlens_q, 1)
+        last = self._last
+        known = last is not None and self._last_sequences == sequences
+        if not known:
+            self._last_sequences = list(sequences)
+            self._last_rows = np.array([self._row_of[s] for s in sequences], dtype=np.int64)
+        rows = self._last_rows
+        fits = len(lens) == len(rows) and (lens <= self._num_blocks[rows] * self.config.block_size).all()
+        expect(bool(fits), "seq_lens", "a length a sequence, no longer than its blocks", seq_lens)
+        if last is not None and known and np.array_equal(cu, last.cu_seqlens_q) and last.extents.holds(lens):
+            return last
+        cu = cu.astype(np.int64)
+        q_lens = check_lengths(self.config, lens, cu, len(rows))
+        extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window)
+        active = np.flatnonzero(q_lens)
+        shareable = extents.shareable(int(extents.full.max(initial=0)))
+        if len(active) < len(rows):
+            shareable = shareable[active]
+        num_cells = shareable.shape[1]
+        some = rows[active]
+        keys = self._keys[:, :num_cells].take(some, axis=0)
+        order = sort_sequences(keys, shareable, self.config.window is not None)
+        numbers, can = self._numbers[:, :num_cells].take(some[order], axis=0), shareable.take(order, axis=0)
+        same = np.zeros(shareable.shape, dtype=bool)
+        same[1:] = (numbers[1:] == numbers[:-1]) & can[1:] & can[:-1]
+        self._last = assemble(self.config, active[order], same, extents, lens, cu, lambda: self._table[rows])
+        return self._last
+
+    def _number_cells(self, row: int) -> None:
+        """Numbers the cells of a row whose blocks are there and that have no number yet."""
+        config = self.config
+        done, known = int(self._num_cells[row]), int(self._num_blocks[row]) * config.block_size // config.cell_size
+        begin, end = cell_columns(known, config.cell_size, config.block_size)
+        blocks = self._table[row]
+        for cell in range(done, known):
+            content = blocks[begin[cell] : end[cell] + 1].tobytes()
+            number = self._number_of.get(content)
+            if number is None:
+                if self._unused:
+                    number = self._unused.pop()
+                    self._content[number] = content
+                else:
+                    number = len(self._uses)
+                    self._uses.append(0)
+                    self._content.append(content)
+                self._number_of[content] = number
+            self._uses[number] += 1
+            self._numbers[row, cell] = number
+        self._keys[row, done:known] = blocks[end[done:known]]
+        self._num_cells[row] = known
+
+    def _forget_cells(self, row: int, first: int) -> None:
+        """Takes their numbers from the row's cells [first, all)."""
+        for number in self._numbers[row, first : int(self._num_cells[row])].tolist():
+            self._uses[number] -= 1
+            if self._uses[number] == 0:
+                del self._number_of[self._content[number]]
+                self._content[number] = b""
+                self._unused.append(number)
+        self._num_cells[row] = min(first, int(self._num_cells[row]))
+
+    def _grow(self, num_rows: int, columns: int) -> None:
+        """Makes room; never less."""
+        old = len(self._table)
+        cells = columns * self.config.block_size // self.config.cell_size
+        for name, width in (("_table", columns), ("_keys", cells), ("_numbers", cells)):
+            before = getattr(self, name)
+            grown = np.zeros((num_rows, width), dtype=np.int32)
+            grown[:old, : before.shape[1]] = before
+            setattr(self, name, grown)
+        for name in ("_num_blocks", "_num_cells"):
+            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(num_rows - old, dtype=np.int64))))
+        self._free[:0] = range(num_rows - 1, old - 1, -1)

@@ -1,0 +1,151 @@
+"""Plans: sound on random forests at any cell size and tiling; what they refuse; what they count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from radixkv_kernels import PlanBuffers, PlanConfig, TreePlan
+
+from tests.kernels.forests import check_sound, random_forest
+
+GOOD = {
+    "block_table": np.arange(8, dtype=np.int32).reshape(2, 4),
+    "seq_lens": np.array([60, 50]),
+    "cu_seqlens_q": np.array([0, 1, 2]),
+    "block_size": 16,
+    "num_q_heads": 8,
+    "num_kv_heads": 2,
+}
+
+
+def plan(**changes) -> TreePlan:
+    arguments = {**GOOD, **changes}
+    lists = [arguments.pop(name) for name in ("block_table", "seq_lens", "cu_seqlens_q")]
+    return TreePlan.from_block_table(*lists, **arguments)
+
+
+@pytest.mark.parametrize("start", range(0, 400, 100))
+def test_sound(start):
+    for seed in range(start, start + 100):
+        forest = random_forest(seed)
+        rng = forest.rng
+        options = {
+            "cell_size": rng.choice([64, 128, 256]),
+            "tile_rows": rng.choice([1, 7, 64, 128]),
+            "lead_runs": rng.choice([1, 2, 4]),
+            "min_items": rng.choice([0, 50, 10**6]),
+            "kv_itemsize": rng.choice([1, 2, 4, 10**3]),
+        }
+        check_sound(forest, forest.plan(**options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_table": np.zeros(4, dtype=np.int32)}, "block_table: expected a tensor of 2"),
+        ({"block_table": np.zeros((2, 4))}, "block_table: expected int32 or int64"),
+        ({"seq_lens": np.array([60])}, r"seq_lens: expected shape \[2\]"),
+        ({"seq_lens": np.array([60, 65])}, "seq_lens: expected at most block_size . max_blocks = 64"),
+        ({"seq_lens": np.array([60, -1])}, "seq_lens: expected values >= 0"),
+        ({"cu_seqlens_q": np.array([0, 1])}, r"cu_seqlens_q: expected shape \[3\]"),
+        ({"cu_seqlens_q": np.array([1, 1, 2])}, "cu_seqlens_q: expected a first entry of 0"),
+        ({"cu_seqlens_q": np.array([0, 2, 1])}, "cu_seqlens_q: expected a non-decreasing"),
+        ({"cu_seqlens_q": np.array([0, 61, 62])}, "seq_lens: expected at least this call's tokens"),
+        ({"block_size": 0}, "block_size: expected"),
+        ({"num_q_heads": 7}, "num_q_heads: expected a multiple"),
+        ({"num_kv_heads": 0}, "num_kv_heads: expected"),
+        ({"cell_size": 100}, "cell_size: expected a divisor of 2048"),
+        ({"window": 0}, "window: expected"),
+        ({"tile_rows": 0}, "tile_rows: expected"),
+        ({"lead_runs": 0}, "lead_runs: expected"),
+        ({"min_items": -1}, "min_items: expected"),
+    ],
+)
+def test_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_empty_batches():
+    nothing = plan(
+        block_table=np.zeros((0, 4), dtype=np.int32), seq_lens=np.zeros(0, int), cu_seqlens_q=np.zeros(1, int)
+    )
+    assert nothing.num_items == 0 and not nothing.shares and nothing.stats.num_logical_kv_tokens == 0
+    idle = plan(seq_lens=np.array([0, 0]))
+    assert idle.num_items == 0 and idle.row_token.tolist() == [0, 1]
+
+
+def test_torch_tensors_and_arrays_give_the_same_plan():
+    lists = ("block_table", "seq_lens", "cu_seqlens_q")
+    other = plan(**{name: torch.from_numpy(GOOD[name]).int() for name in lists})
+    assert np.array_equal(plan().work.items, other.work.items)
+
+
+def two_prompts(shared: int, own: int, num_seqs: int = 2) -> dict:
+    """num_seqs sequences of block_size 1 with a common prefix."""
+    table = np.arange(num_seqs * (shared + own), dtype=np.int32).reshape(num_seqs, -1)
+    table[:, :shared] = table[0, :shared]
+    lens = np.full(num_seqs, shared + own)
+    return {"block_table": table, "seq_lens": lens, "cu_seqlens_q": np.arange(num_seqs + 1), "block_size": 1}
+
+
+def test_a_branch_inside_a_cell_leaves_that_cell_to_each_child():
+    got = plan(**two_prompts(300, 50))
+    assert got.stats.num_unique_kv_tokens == 400 and got.stats.num_kv_tokens_read == 256 + 2 * 94
+    assert [item[2:4] for item in got.work.items.tolist()] == [[0, 1], [1, 2], [1, 2]]
+
+
+def test_sharing_that_costs_more_than_it_saves_is_left():
+    # one shared cell of eight saves one cell and costs 2 * 7 partials more, each the bytes of 1/32 of a cell
+    assert plan(**two_prompts(256, 1700), kv_itemsize=2).shares
+    # and here, of one byte a number and group size 16, each the bytes of 1/4 of a cell
+    assert not plan(**two_prompts(256, 1700), kv_itemsize=1, num_q_heads=32).shares
+
+
+def test_the_first_block_may_differ_though_the_last_is_shared():
+    """Sorting goes by last block ids; what is shared is what agrees block by block."""
+    batch = two_prompts(512, 50)
+    batch["block_table"][1, 3] = 10**6
+    assert not (plan(**batch).work.items[:, 1] > 4)[plan(**batch).work.items[:, 2] == 0].any()
+    assert plan(**batch).shares, "the second cell still agrees"
+
+
+def test_many_sharers_are_tiled_but_counted_once():
+    got = plan(**two_prompts(512, 20, 64), tile_rows=64)
+    assert got.stats.num_kv_tokens_read == got.stats.num_unique_kv_tokens == 512 + 64 * 20
+    assert got.stats.num_kv_tokens_loaded == 4 * 512 + 64 * 20
+    assert (got.work.items[:, 1] <= 64).all()
+
+
+def test_more_items_for_a_device_to_fill():
+    batch = two_prompts(4000, 50)
+    few, many = plan(**batch), plan(**batch, min_items=16)
+    assert few.num_items < 10 and many.num_items == 17
+    assert many.stats.num_kv_tokens_read == few.stats.num_kv_tokens_read
+
+
+def test_config():
+    config = PlanConfig(16, 32, 8, cell_size=128)
+    assert (config.group_size, config.run_cells, config.partial_cost) == (4, 16, 1 / 16)
+
+
+def test_buffers_keep_their_addresses_and_refuse_what_does_not_fit():
+    buffers = PlanBuffers(max_items=20, max_rows=8, max_partials=40, device="cpu")
+    few, more = plan(), plan(**two_prompts(4000, 50), lead_runs=1)
+    before = buffers.tensors.items.data_ptr()
+    for got in (more, few):
+        tensors = buffers.load(got)
+        assert tensors.items.data_ptr() == before and tensors.num_items.item() == got.num_items
+        assert np.array_equal(tensors.items[: got.num_items].numpy(), got.work.items)
+        assert tensors.row_token[:2].tolist() == got.row_token.tolist()
+        assert tensors.row_base[:3].tolist() == got.work.row_base.tolist()
+        assert (tensors.row_base[3:] == len(got.work.row_slots)).all()
+        assert tensors.row_slots[: len(got.work.row_slots)].tolist() == got.work.row_slots.tolist()
+        assert tensors.slot_cells[: len(got.work.row_slots)].tolist() == got.work.slot_cells.tolist()
+    assert buffers.load(few) is buffers.tensors
+    for size, name in ((more, "max_items = 3"), (plan(**two_prompts(300, 50, 9)), "max_rows = 8")):
+        with pytest.raises(ValueError, match=f"plan: expected at most {name}"):
+            PlanBuffers(3 if size is more else 20, 8, 40, "cpu").load(size)
+    with pytest.raises(ValueError, match="plan: expected at most max_partials = 1"):
+        PlanBuffers(20, 8, 1, "cpu").load(more)

@@ -1,0 +1,124 @@
+"""The incremental planner: after any operations, the plan from scratch; the same object while no border is crossed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from radixkv_kernels import PlanConfig, TreePlan, TreePlanner
+
+OPTIONS = ("block_size", "num_q_heads", "num_kv_heads", "cell_size", "causal", "window", "tile_rows", "lead_runs")
+
+
+def from_scratch(config: PlanConfig, tables, seq_lens, cu) -> TreePlan:
+    width = max([1, *map(len, tables)])
+    table = np.full((len(tables), width), -1, dtype=np.int32)
+    for row, blocks in zip(table, tables, strict=True):
+        row[: len(blocks)] = blocks
+    options = {name: getattr(config, name) for name in OPTIONS}
+    return TreePlan.from_block_table(table, seq_lens, cu, **options)
+
+
+def assert_same(got: TreePlan, want: TreePlan) -> None:
+    for name in ("items", "row_base", "row_slots", "slot_cells", "groups", "shared"):
+        assert np.array_equal(getattr(got.work, name), getattr(want.work, name)), name
+    assert got.work.num_slots == want.work.num_slots
+    for name in ("row_token", "row_seq", "order", "cu_seqlens_q"):
+        assert np.array_equal(getattr(got, name), getattr(want, name)), name
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_the_plan_from_scratch_after_any_operations(seed):
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 3, 16, 48, 64, 300])
+    config = PlanConfig(
+        block_size,
+        8,
+        2,
+        cell_size=rng.choice([128, 256]),
+        window=rng.choice([None, None, 700]),
+        tile_rows=rng.choice([16, 1024]),
+        lead_runs=rng.choice([1, 4]),
+    )
+    planner, live, fresh = TreePlanner(config), {}, iter(range(10**9))
+    lens: dict[int, int] = {}
+    for step in range(60):
+        operation = rng.random()
+        if operation < 0.4 or not live:
+            parent = rng.choice([[], *live.values()])
+            blocks = parent[: rng.randint(0, len(parent))] + [
+                next(fresh) for _ in range(rng.choice([0, 1, rng.randint(1, 1 + 2000 // block_size)]))
+            ]
+            live[step] = blocks
+            lens[step] = max(0, len(blocks) * block_size - rng.randint(0, block_size - 1))
+            planner.add(step, blocks if rng.random() < 0.5 else np.array(blocks, dtype=np.int64))
+        elif operation < 0.55:
+            name = rng.choice(list(live))
+            del live[name], lens[name]
+            planner.remove(name)
+        elif operation < 0.6 and any(live.values()):
+            name = rng.choice([n for n, blocks in live.items() if blocks])
+            index, other = rng.randrange(len(live[name])), rng.choice(list(live.values()))
+            block = other[index] if index < len(other) else next(fresh)
+            live[name][index] = block
+            live[name] = list(live[name])
+            planner.replace(name, index, block)
+        else:
+            for name in rng.sample(list(live), rng.randint(1, len(live))):
+                lens[name] += 1
+                if lens[name] > len(live[name]) * block_size:
+                    live[name] = [*live[name], next(fresh)]
+                    planner.append(name, live[name][-1])
+        names = rng.sample(list(live), rng.randint(0, len(live))) if rng.random() < 0.3 else list(live)
+        seq_lens = np.array([lens[n] for n in names], dtype=np.int64)
+        several = rng.random() < 0.2
+        q_lens = [min(n, rng.randint(0, 5) if several else 1) for n in seq_lens.tolist()]
+        cu = np.concatenate(([0], np.cumsum(q_lens))).astype(np.int64)
+        got = planner.plan(names, seq_lens, cu)
+        want = from_scratch(config, [live[n] for n in names], seq_lens, cu)
+        assert_same(got, want)
+        assert got.extents.holds(seq_lens)
+    assert len(planner) == len(live) and all(n in planner for n in live)
+    for name in list(live):
+        planner.remove(name)
+    assert not planner._number_of and len(planner._unused) == len(planner._uses), "no cell is remembered for nobody"
+
+
+def test_the_same_object_until_a_cell_border_is_crossed():
+    planner = TreePlanner(PlanConfig(16, 8, 2))
+    planner.add("a", range(20))
+    planner.add("b", [*range(18), 30, 31])
+    cu = np.arange(3)
+    first = planner.plan(["a", "b"], np.array([300, 310]), cu)
+    assert first.shares
+    assert planner.plan(["a", "b"], np.array([301, 311]), cu) is first
+    planner.append("a", 40)
+    assert planner.plan(["a", "b"], np.array([330, 320]), cu) is first
+    assert planner.plan(["b", "a"], np.array([320, 330]), cu) is not first
+
+
+def test_stats_of_an_incremental_plan():
+    planner = TreePlanner(PlanConfig(16, 8, 2))
+    planner.add("a", range(20))
+    planner.add("b", [*range(18), 30, 31])
+    stats = planner.plan(["a", "b"], np.array([300, 310]), np.arange(3)).stats
+    assert stats.num_logical_kv_tokens == 610 and stats.num_unique_kv_tokens == 288 + 12 + 22
+    assert stats.num_kv_tokens_read == 256 + 44 + 54
+
+
+def test_mistakes():
+    planner = TreePlanner(PlanConfig(16, 8, 2))
+    planner.add("a", [1, 2])
+    with pytest.raises(ValueError, match="sequence: expected one that is not there"):
+        planner.add("a", [3])
+    with pytest.raises(KeyError):
+        planner.append("b", 3)
+    with pytest.raises(KeyError):
+        planner.remove("b")
+    with pytest.raises(IndexError, match="index: expected"):
+        planner.replace("a", 2, 5)
+    with pytest.raises(ValueError, match="seq_lens: expected a length a sequence"):
+        planner.plan(["a"], np.array([33]), np.array([0, 1]))
+    with pytest.raises(ValueError, match="blocks: expected"):
+        planner.add("c", np.zeros((2, 2)))
