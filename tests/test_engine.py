@@ -108,7 +108,7 @@ def play(model, seed):
     """Serves random requests in a random schedule, and each of them alone without a cache; compares every bit."""
     rng = random.Random(seed)
     cache, block_size = rng.choice([("radix", 16), ("radix", 1), ("radix", 3), ("flat_hash", 16), ("flat_hash", 4)])
-    num_blocks = rng.choice([100, 160, 400]) // block_size + 4
+    num_blocks = rng.choice([70, 90, 120, 400]) // block_size + 4
     engine = make_engine(
         model,
         cache,
