@@ -116,7 +116,7 @@ def test_cost_forgets_what_is_not_used_again():
         put(cache, [100 + i], 100 + i)
         put(cache, [1000 + i], 1000 + i)
         cache.evict(2)
-    assert cache.peek([1]) == 0 or cache.tree.policy._age > 20  # its twenty uses are outlived in the end
+    assert cache.peek([1]) == 0 and cache.tree.policy._age > 20  # its twenty uses are outlived in the end
 
 
 def test_lru_lets_a_tail_look_older_by_what_is_empty_of_it():
