@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment of its own; only Python (3.11 or later) and make are needed.
 #   make compare                          the comparison on the embedded workload, under a minute
 #   make compare ARGS="--trace my.jsonl"  on a trace of your own; ARGS="--help" tells the rest
+#   make inspect                          the radix tree of a trace; ARGS="why my.jsonl 17": why does it not hit?
 #   make model                            fetches SmolLM2-135M-Instruct (98 MB) into models/
 #   make test                             the tests;  make test-slow  the long ones;  make lint  style and types
 PYTHON ?= python3
@@ -11,7 +12,7 @@ ARGS ?=
 # Threads that spin while they wait ruin small models where other work shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: compare model index-cost test test-slow lint format clean
+.PHONY: compare inspect model index-cost test test-slow lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +21,9 @@ $(READY): pyproject.toml constraints.txt
 
 compare: $(READY)
 	$(BIN)/python -m experiments.compare $(ARGS)
+
+inspect: $(READY)
+	$(BIN)/python -m radixkv.inspect $(ARGS)
 
 model: $(READY)
 	$(BIN)/python -m radixkv.model.fetch

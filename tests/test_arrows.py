@@ -46,6 +46,7 @@ ARROWS = {
         "radixkv.sequence",
     },
     "radixkv.runner": {"radixkv.batch", "radixkv.kv_manager", "radixkv.model", "radixkv_kernels"},
+    "radixkv.inspect": {"radixkv.cache", "radixkv.replay", "radixkv.tokens", "radixkv.workloads"},
     "radixkv.workloads": {"radixkv.cache", "radixkv.tokens"},
     "radixkv.model_shapes": set(),
     "radixkv_kernels": set(),
@@ -57,6 +58,7 @@ WITHOUT_TORCH = (
     "radixkv.kv_manager",
     "radixkv.replay",
     "radixkv.workloads",
+    "radixkv.inspect",
     "radixkv.scheduler",
 )
 OURS = ("radixkv", "radixkv_kernels", "experiments")

@@ -31,6 +31,7 @@ from radixkv.cache.eviction import Policy, make_policy
 from radixkv.cache.namespace import Interner, Namespace
 from radixkv.cache.node import BLOCK_ID_BYTES, Node
 from radixkv.cache.radix_check import check_tree
+from radixkv.cache.snapshot import Span, take
 from radixkv.cache.tree import RadixTree
 from radixkv.tokens import TOKEN_BYTES, TokenIds, has_negative, pack
 
@@ -283,6 +284,10 @@ class RadixCache:
         for node in nodes:  # grows while it is walked
             nodes.extend(node.children.values())
         return sum(node.num_tokens for node in nodes)
+
+    def snapshot(self) -> Span:
+        """Returns the whole tree as plain data, from an empty span at its root. O(nodes log nodes + tokens)."""
+        return take(self.tree.root, self._interner)
 
     @property
     def num_superseded_blocks(self) -> int:
