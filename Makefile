@@ -2,6 +2,7 @@
 #   make compare                          the comparison on the embedded workload, under a minute
 #   make compare ARGS="--trace my.jsonl"  on a trace of your own; ARGS="--help" tells the rest
 #   make inspect                          the radix tree of a trace; ARGS="why my.jsonl 17": why does it not hit?
+#   make experiments                      every experiment at its smallest;  make report  all of them, and a page
 #   make model                            fetches SmolLM2-135M-Instruct (98 MB) into models/
 #   make test                             the tests;  make test-slow  the long ones;  make lint  style and types
 PYTHON ?= python3
@@ -12,7 +13,7 @@ ARGS ?=
 # Threads that spin while they wait ruin small models where other work shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: compare inspect model index-cost test test-slow lint format clean
+.PHONY: compare inspect experiments report model index-cost test test-slow lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +25,12 @@ compare: $(READY)
 
 inspect: $(READY)
 	$(BIN)/python -m radixkv.inspect $(ARGS)
+
+experiments: $(READY)
+	$(BIN)/python -m experiments --smoke $(ARGS)
+
+report: $(READY)
+	$(BIN)/python -m experiments --report $(ARGS)
 
 model: $(READY)
 	$(BIN)/python -m radixkv.model.fetch
