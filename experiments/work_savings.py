@@ -1,8 +1,9 @@
 """How much prefill does a shared prefix save?
 
-The lesson's worked example, on the real caches: eight requests share 512 tokens and have suffixes of 24 40 8 32 16 48 12 20 of their own. Expected: 4,296 tokens
-computed without a cache, 712 with one (83.4 % fewer), for blocks of 16 and for the tree alike, as 512 is whole blocks;
-with a prefix of 520 the flat hash computes 8 tokens more for each hit, and the tree none.
+The lesson's worked example, on the real caches: eight requests share 512 tokens and have suffixes of 24 40 8 32 16 48 12
+20 of their own. Expected: 4,296 tokens computed without a cache, 712 with one (83.4 % fewer), for blocks of 16 and for
+the tree alike, as 512 is whole blocks; with a prefix of 520 the flat hash computes 8 tokens more for each hit, and the
+tree none.
 
     python -m experiments.work_savings
 """
@@ -77,8 +78,8 @@ def answer(data: Data) -> str:
     saved = 1 - computed[512, "radix"] / computed[512, "null"]
     more = computed[520, "flat_hash"] - computed[520, "radix"]
     return (
-        f"It saves {saved:.1%} ({computed[512, 'radix']:,} tokens for {computed[512, 'null']:,}); where the prefix does "
-        f"not end with a block, as at 520 tokens, the flat hash computes {more} tokens more than the tree."
+        f"It saves {saved:.1%} ({computed[512, 'radix']:,} tokens for {computed[512, 'null']:,}); where the prefix "
+        f"does not end with a block, as at 520 tokens, the flat hash computes {more} tokens more than the tree."
     )
 
 
