@@ -286,6 +286,9 @@ def test_a_block_table_never_holds_a_freed_block():
     manager.check()
     manager.withdraw()
     manager.check()
+    assert len(first.block_table) == len(second.block_table) == 0  # as before the step
+    for sequence in (first, second):
+        manager.grow(sequence, 9)
     assert not set(second.block_table) & set(first.block_table)
     manager.publish(first, list(range(9)))
     manager.publish(second, list(range(9)))
