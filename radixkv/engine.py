@@ -34,6 +34,7 @@ from radixkv.replay import CacheConfig
 from radixkv.request import Request, RequestOutput, SamplingParams
 from radixkv.runner import Runner, kv_bytes_per_block
 from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.sequence_blocks import ResetStats
 from radixkv.stepper import Stepper, StepStats
 
 DEFAULT_KV_BYTES = 2**30
@@ -196,6 +197,24 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._arriving) or self.scheduler.has_unfinished
+
+    def reset_cache(self, namespace: Namespace | None = None) -> ResetStats:
+        """Forgets everything cached so far, between two steps. May be called from any thread, while requests run.
+
+        Requests that run go on with the KV they have and give the tokens they would have given; what they compute is
+        shared with nobody. Those that wait, those preempted later and all to come compute anew: hits count from 0.
+
+        Args:
+            namespace: a tenant, adapter or image: forget only what depends on it (of several, on one of them).
+
+        Returns:
+            What it did.
+
+        Raises:
+            ValueError: no namespace.
+        """
+        with self._stepping:
+            return self.scheduler.manager.reset(namespace)
 
     # ---- a step
 

@@ -20,7 +20,7 @@ import numpy as np
 from radixkv.block_allocator import BlockAllocator, OutOfBlocks
 from radixkv.cache.base import NO_BLOCKS, Blocks, CacheCorruption, PrefixCache, Tail, check_count
 from radixkv.cache.namespace import Namespace
-from radixkv.sequence_blocks import BlockCopy, PoolSizes, SequenceBlocks, StepLog
+from radixkv.sequence_blocks import BlockCopy, PoolSizes, ResetStats, SequenceBlocks, StepLog
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack
 
 
@@ -125,7 +125,11 @@ class KVManager:
         self._check_committed(sequence)
         packed = pack(token_ids)
         width = self.cache.block_size * TOKEN_BYTES
-        lease = self.cache.acquire(packed[: self._num_leased(sequence) * width], sequence.lease.namespace)
+        is_stale = sequence.lease.is_stale  # then what is cached by now is other KV than the sequence's
+        lease = self.cache.acquire(
+            b"" if is_stale else packed[: self._num_leased(sequence) * width], sequence.lease.namespace
+        )
+        lease.is_stale = is_stale
         shared = lease.num_tokens // self.cache.block_size
         sources = sequence.block_table[shared : -(-len(packed) // width)]
         try:
@@ -298,6 +302,8 @@ class KVManager:
         rest = _after(sequence, packed, start) if packed else b""
         if rest and sequence.copy:
             raise ValueError("token_ids: expected none, as the rows of the partial match were never copied")
+        if sequence.lease.is_stale:
+            rest = b""
         if len(rest) >= self.cache.block_size * TOKEN_BYTES and self.cache.partial_blocks:
             raise ValueError(
                 f"token_ids: expected fewer than {self.cache.block_size} after the {sequence.lease.num_tokens} "
@@ -309,6 +315,24 @@ class KVManager:
         self._forget(sequence)
         self._free_own(sequence, leased + (tail is not None))
         self._reclaim()
+
+    def reset(self, namespace: Namespace | None = None) -> ResetStats:
+        """Forgets what is cached, between two steps; who runs goes on with what it has, for itself alone.
+
+        Args:
+            namespace: only what depends on one of these parts; None: everything.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if any(log.has_published for log in self._step.values()):
+            raise RuntimeError("reset: expected the step to be committed or withdrawn before")
+        superseded = self.cache.num_superseded_blocks
+        forgotten = self.cache.reset(namespace)
+        self.allocator.free(forgotten.block_ids)
+        self._reclaim()
+        num_stale = sum(sequence.lease.is_stale for sequence in self._sequences.values())
+        return ResetStats(len(forgotten.block_ids) + superseded, forgotten.num_pinned, num_stale)
 
     # ---- who holds what
 

@@ -49,6 +49,21 @@ class PoolSizes:
         return self.free + self.private + self.pinned + self.evictable
 
 
+@dataclass(frozen=True, slots=True)
+class ResetStats:
+    """What a reset of the cache did.
+
+    Attributes:
+        num_freed_blocks: at once.
+        num_pinned_blocks: forgotten too, and freed when the sequences that use them end.
+        num_stale_sequences: running ones that go on with what they have; nothing of theirs will be found.
+    """
+
+    num_freed_blocks: int
+    num_pinned_blocks: int
+    num_stale_sequences: int
+
+
 @dataclass(eq=False, slots=True)
 class StepLog:
     """One sequence before the step under way, and what became its own in it: all that undoing the step takes.

@@ -59,6 +59,7 @@ ARROWS = {
         "radixkv.request",
         "radixkv.runner",
         "radixkv.scheduler",
+        "radixkv.sequence_blocks",
         "radixkv.stepper",
     },
     "radixkv.runner": {"radixkv.batch", "radixkv.kv_manager", "radixkv.model", "radixkv_kernels"},
