@@ -3,6 +3,7 @@
 #   make compare ARGS="--trace my.jsonl"  on a trace of your own; ARGS="--help" tells the rest
 #   make inspect                          the radix tree of a trace; ARGS="why my.jsonl 17": why does it not hit?
 #   make model                            fetches SmolLM2-135M-Instruct (98 MB) into models/
+#   make mutants                          would the tests notice? plants faults, one at a time
 #   make test                             the tests;  make test-slow  the long ones;  make lint  style and types
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ ARGS ?=
 # Threads that spin while they wait ruin small models where other work shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: compare inspect model index-cost test test-slow lint format clean
+.PHONY: compare inspect model index-cost test test-slow mutants lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +34,9 @@ index-cost: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow" -n auto $(ARGS)
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow -n auto $(ARGS)
