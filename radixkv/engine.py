@@ -26,6 +26,7 @@ from radixkv.cache.base import PrefixCache
 from radixkv.cache.namespace import Namespace
 from radixkv.generation import Generation, Sample, Stream
 from radixkv.kv_manager import KVManager
+from radixkv.metrics import Metrics
 from radixkv.model.checkpoint import load_checkpoint
 from radixkv.model.sampling import make_generator
 from radixkv.model.tokenizer import Tokenizer
@@ -214,7 +215,14 @@ class Engine:
             ValueError: no namespace.
         """
         with self._stepping:
-            return self.scheduler.manager.reset(namespace)
+            stats = self.scheduler.manager.reset(namespace)
+            self.metrics.num_resets += 1
+            return stats
+
+    @property
+    def metrics(self) -> Metrics:
+        """What was counted so far; `engine.metrics.text()` is for Prometheus. May be read from any thread."""
+        return self.stepper.metrics
 
     # ---- a step
 

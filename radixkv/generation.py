@@ -109,6 +109,7 @@ class Generation:
         self.request = request
         self.samples = tuple(samples)
         self.num_cached_tokens = 0
+        self.has_started = False  # its first step has run
         self.metrics = RequestMetrics(arrival_s)
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 from radixkv.batch import ScheduledBatch
 from radixkv.generation import Generation, Sample
 from radixkv.kv_manager import PoolSizes
+from radixkv.metrics import Metrics
 from radixkv.model.sampling import SampledToken, sample_tokens
 from radixkv.runner import Runner
 from radixkv.scheduler import Scheduler
@@ -58,6 +59,7 @@ class Stepper:
 
     Attributes:
         generations: the unfinished requests, by request_id.
+        metrics: what was counted so far.
         on_logits: called with each sequence that is to be sampled, and its row of logits.
     """
 
@@ -65,6 +67,7 @@ class Stepper:
         self.runner = runner
         self.scheduler = scheduler
         self.generations: dict[str, Generation] = {}
+        self.metrics = Metrics()
         self.on_logits: Callable[[Running, Tensor], None] | None = None
         self._clock = clock
         self._num_steps = self._num_ended = 0
@@ -72,10 +75,12 @@ class Stepper:
     def step(self, take_in: Callable[[], None]) -> StepStats:
         """Runs a step, `take_in` first. Whatever is raised out of it has left nothing behind (see `Engine.step`)."""
         try:
-            return self._step(take_in)
+            stats = self._step(take_in)
         except BaseException:
             self.scheduler.withdraw()
             raise
+        self.metrics.stepped(stats)
+        return stats
 
     def _step(self, take_in: Callable[[], None]) -> StepStats:
         scheduler, manager = self.scheduler, self.scheduler.manager
@@ -94,6 +99,7 @@ class Stepper:
             try:
                 logits = self.runner.forward(batch)
             except Exception:  # whatever failed, somebody's request may be fine by itself
+                self.metrics.num_failed_steps += 1
                 num_failed = self._run_apart(scheduler.withdraw())
                 ran = self._clock()
             else:
@@ -143,8 +149,10 @@ class Stepper:
         self.scheduler.commit()
         for running in sequences:
             generation = self.generations[running.request.request_id]
-            if not generation.metrics.token_times_s:
+            if not generation.has_started:
+                generation.has_started = True
                 generation.num_cached_tokens = running.num_cached_tokens or 0
+                self.metrics.started(generation)
         wanted = [s for s, item in zip(sequences, batch.sequences, strict=True) if item.needs_logits]
         if self.on_logits is not None:
             for running, row in zip(wanted, logits, strict=True):
@@ -218,7 +226,8 @@ class Stepper:
             for other in each[1:]:
                 self.scheduler.finish(other)
             raise
-        metrics = self.generations[running.request.request_id].metrics
+        generation = self.generations[running.request.request_id]
+        metrics = generation.metrics
         if metrics.first_token_s is None:
             metrics.first_token_s = now
         for sequence, sample, token in zip(each, samples, tokens, strict=True):
@@ -226,6 +235,7 @@ class Stepper:
             self.scheduler.append_token(sequence, token.token_id)
             if sequence.sample == 0:
                 metrics.token_times_s.append(now)
+            self.metrics.sampled(generation, sequence.sample)
             if sample.append(token.token_id, token.logprobs):
                 self._end(sequence)
 
@@ -241,6 +251,7 @@ class Stepper:
         if generation.is_finished:
             metrics.finished_s = self._clock()
             self._num_ended += 1
+            self.metrics.ended(generation)
             del self.generations[request_id]
 
     def end_all(self, request_id: str, reason: str, error: str | None = None) -> None:

@@ -260,9 +260,21 @@ class ShadowMachine(RuleBasedStateMachine):
         assert sizes.private == sizes.pinned == 0, sizes
         for name, (generation, tokens, namespace, params) in self.asked.items():
             self.ended_well(name, generation.output().outputs, expected(tokens, namespace, params))
+        self.counted_once()
         self.count("runs", 1)
         self.count("reads", self.runner.num_reads)
         self.count("copies", self.runner.num_copies)
+
+    def counted_once(self):
+        """Metrics are what there is to show, whatever was retried, preempted or aborted."""
+        generations = [generation for generation, *_ in self.asked.values()]
+        started = [generation for generation in generations if generation.has_started]
+        metrics, scheduler = self.engine.metrics, self.runner.scheduler
+        assert metrics.num_prompt_tokens == sum(len(g.request.prompt_token_ids) for g in started)
+        assert metrics.num_hit_tokens == sum(g.num_cached_tokens for g in started)
+        assert metrics.num_generated_tokens == sum(g.num_tokens for g in generations)
+        assert metrics.num_preemptions == scheduler.num_preemptions
+        assert sum(metrics.finished.values()) == len(generations)
 
     def ended_well(self, name, outputs, wanted):
         may_fail = name in self.runner.fails_for | self.runner.nan_for

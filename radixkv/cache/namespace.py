@@ -76,11 +76,15 @@ def kinds(namespace: Namespace | None) -> frozenset[Part]:
 
 
 class Interner:
-    """Negative ids for (namespace, token) pairs; one per cache. Grows with the pairs ever seen, not with requests."""
+    """Negative ids for (namespace, token) pairs; one per cache. `sweep` forgets those that nothing holds any longer."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[Hashable, int], int] = {}
-        self._pairs: list[tuple[Part, int]] = []
+        self._pairs: list[tuple[Part, int] | None] = []  # by -1 - id; None: to be given again
+        self._unused: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def mark(self, packed: bytes, namespace: Namespace, offset: int = 0, *, add: bool = True) -> bytes:
         """Replaces the token at each part's start by the id of (part, token).
@@ -106,10 +110,33 @@ class Interner:
             if known is None:
                 if not add:
                     return bytes(marked[:at])
-                known = self._ids[pair] = -1 - len(self._pairs)
-                self._pairs.append((part, token))
+                known = self._ids[pair] = self._new_id((part, token))
             marked[at : at + TOKEN_BYTES] = known.to_bytes(TOKEN_BYTES, _BYTE_ORDER, signed=True)
         return bytes(marked)
+
+    def _new_id(self, pair: tuple[Part, int]) -> int:
+        if self._unused:
+            known = self._unused.pop()
+            self._pairs[-1 - known] = pair
+            return known
+        self._pairs.append(pair)
+        return -len(self._pairs)
+
+    def sweep(self, held: set[int]) -> None:
+        """Forgets all pairs but those with these ids, and those inside them. O(pairs)."""
+        for known in list(held):
+            while (known := self._pair(known)[1]) < 0:  # of several parts that start at one token
+                held.add(known)
+        for pair, known in list(self._ids.items()):
+            if known not in held:
+                del self._ids[pair]
+                self._pairs[-1 - known] = None
+                self._unused.append(known)
+
+    def _pair(self, known: int) -> tuple[Part, int]:
+        pair = self._pairs[-1 - known]
+        assert pair is not None, f"id {known} is in use, and was forgotten"
+        return pair
 
     def unmark(self, marked: bytes, offset: int = 0) -> tuple[bytes, tuple[Part, ...]]:
         """Undoes `mark`: returns the plain packed tokens, and the parts folded into them, with their starts.
@@ -145,5 +172,5 @@ class Interner:
     def _resolve(self, token: int, outer: tuple) -> tuple[int, tuple[Part, ...]]:
         if token >= 0:
             return token, outer
-        part, inner = self._pairs[-1 - token]
+        part, inner = self._pair(token)
         return self._resolve(inner, (part, *outer))

@@ -37,6 +37,9 @@ from radixkv.cache.snapshot import Span, take
 from radixkv.cache.tree import RadixTree
 from radixkv.tokens import TOKEN_BYTES, TokenIds, has_negative, pack
 
+# New (namespace, token) pairs, besides one for each cached block, before those in no node are looked for.
+MIN_PAIRS_TO_SWEEP = 1024
+
 
 class RadixCache:
     """A prefix cache over a radix tree (see `radixkv.cache.base` for the contract of every method).
@@ -58,6 +61,7 @@ class RadixCache:
         self.partial_blocks = partial_blocks and block_size > 1
         self.tree = RadixTree(block_size, make_policy(policy))
         self._interner = Interner()
+        self._num_pairs_kept = 0  # at the last sweep
         self._leases: dict[Lease, None] = {}
         self._moved: dict[Lease, None] = {}  # leases moved while there were blocks not committed
         self._events = EventEmitter(block_size)
@@ -92,7 +96,7 @@ class RadixCache:
     def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> Lease:
         key = pack(token_ids)
         if namespace is not None:
-            key = self._interner.mark(key, namespace)
+            key = self._interner.mark(key, namespace, add=False)
         tree = self.tree
         is_plain = namespace is None
         node, at, found = tree.walk(tree.root, key, is_plain)
@@ -112,7 +116,7 @@ class RadixCache:
         return lease
 
     def advance(self, lease: Lease, token_ids: TokenIds) -> Blocks:
-        key = self._key(lease, token_ids)
+        key = self._key(lease, token_ids, add=False)
         if lease.is_stale:
             return NO_BLOCKS
         node, at, found = self.tree.walk(lease.cursor, key, lease.namespace is None)
@@ -129,13 +133,27 @@ class RadixCache:
         if self.tree.fresh:
             self._moved[lease] = None
 
-    def _key(self, lease: Lease, token_ids: TokenIds) -> bytes:
+    def _key(self, lease: Lease, token_ids: TokenIds, *, add: bool = True) -> bytes:
         """Packs the tokens after a lease's end, the parts of its namespace that start there folded in."""
         check_live(lease)
         key = pack(token_ids)
         if lease.namespace is not None:
-            key = self._interner.mark(key, lease.namespace, lease.num_tokens)
+            if add and len(self._interner) > self._num_pairs_kept + self.tree.num_blocks + MIN_PAIRS_TO_SWEEP:
+                self._sweep()
+            key = self._interner.mark(key, lease.namespace, lease.num_tokens, add=add)
         return key
+
+    def _sweep(self) -> None:
+        """Forgets the namespaces that no node holds: O(nodes), once in so many new (namespace, token) pairs."""
+        held: set[int] = set()
+        nodes = [self.tree.root]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+            if node.is_marked:
+                tokens = _unpacked(node.span)
+                held.update(tokens[tokens < 0].tolist())
+        self._interner.sweep(held)
+        self._num_pairs_kept = len(self._interner)
 
     # ---- publishing
 
