@@ -275,9 +275,6 @@ class KVManager:
             if sequence.copy and sequence.copy.destination not in sequence.block_table:
                 self._copying.remove(sequence)
                 sequence.copy = None
-            # A lease that began in this step goes on partly where its match ended: if that is gone, so is the rest.
-            if sequence.lease.partial and leased < len(sequence.lease.block_ids):
-                self._drop_partial(sequence, leased)
             num_partial = sequence.lease.partial.num_tokens if sequence.lease.partial else 0
             sequence.num_cached_tokens = max(log.num_cached_tokens, sequence.lease.num_tokens + num_partial)
         self._step.clear()

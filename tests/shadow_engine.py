@@ -174,7 +174,7 @@ class ShadowMachine(RuleBasedStateMachine):
         scheduler = Scheduler(self.manager, SchedulerConfig(budget, max_num_seqs, order, max_overtakes))
         self.runner = ShadowRunner(scheduler)
         self.engine = Engine(self.runner, scheduler)
-        self.texts = [[(i * i) % VOCABULARY for i in range(36)]]
+        self.texts = [([(i * i) % VOCABULARY for i in range(36)], [])]
         self.asked = {}  # by id: (generation, tokens, namespace, params)
 
     @rule(
@@ -187,15 +187,17 @@ class ShadowMachine(RuleBasedStateMachine):
         seed=st.none() | st.integers(0, 3),
     )
     def add(self, like, keep, more, namespace, max_tokens, n, seed):
-        """A prompt that begins as an earlier one does. With a seed it is sampled, without one it is greedy."""
-        tokens = self.texts[like % len(self.texts)][:keep] + more
+        """A prompt that begins as an earlier one and its answer do. With a seed it is sampled, without one greedy."""
+        text, answer = self.texts[like % len(self.texts)]
+        tokens = (text + answer)[:keep] + more
         params = SamplingParams(n=n, temperature=0 if seed is None else 1, seed=seed, max_tokens=max_tokens)
         if len(tokens) + max_tokens - 1 > self.num_blocks * self.runner.block_size:
             return
-        self.texts = [*self.texts[-5:], tokens]
         name = str(len(self.asked))
         self.engine.add_request(tokens, params, request_id=name, namespace=namespace)
-        self.asked[name] = (self.engine.generation(name), tokens, namespace, params)
+        generation = self.engine.generation(name)
+        self.texts = [*self.texts[-5:], (tokens, generation.samples[0].token_ids)]
+        self.asked[name] = (generation, tokens, namespace, params)
 
     @rule(count=st.integers(1, 4))
     def step(self, count):
