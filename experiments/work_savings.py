@@ -1,9 +1,9 @@
 """How much prefill does a shared prefix save?
 
-The lesson's worked example, on the real caches: eight requests share 512 tokens and have suffixes of 24 40 8 32 16 48 12
-20 of their own. Expected: 4,296 tokens computed without a cache, 712 with one (83.4 % fewer), for blocks of 16 and for
-the tree alike, as 512 is whole blocks; with a prefix of 520 the flat hash computes 8 tokens more for each hit, and the
-tree none.
+The lesson's worked example, on the real caches: eight requests share 512 tokens and have suffixes of 24 40 8 32 16 48
+12 20 of their own. Expected: 4,296 tokens computed without a cache, 712 with one (83.4 % fewer), for blocks of 16 and
+for the tree alike, as 512 is whole blocks; with a prefix of 520 the flat hash computes 8 tokens more for each hit, and
+the tree none.
 
     python -m experiments.work_savings
 """
