@@ -51,7 +51,7 @@ class FreeQueue:
         for aside in (self._passed, self._spared):
             if aside:
                 for block in blocks:
-                    aside.pop(block, None)  # type: ignore[attr-defined]
+                    aside.pop(block, None)
 
     def cancel(self, blocks: Sequence[int]) -> None:
         """Takes one pin off each, and leaves the order as if it had never been. O(n), and O(blocks passed over)."""

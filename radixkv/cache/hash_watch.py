@@ -115,11 +115,14 @@ class HashWatches:
 
     def check(self) -> None:
         """Raises CacheCorruption unless every watch stands where its hashes say. O(watches * blocks)."""
-        watches = {watch for group in (*self._matching.values(), *self._missing.values()) for watch in group}
+        watches = {watch for group in self._matching.values() for watch in group}
+        watches.update(watch for group in self._missing.values() for watch in group)
         for watch in watches:
             chain: _Chain = watch.cursor
             missing = chain.next()
-            is_held = all(self._matching.get(h, {}).get(watch) == i for i, h in enumerate(chain.hashes[: chain.num_held]))
+            is_held = all(
+                self._matching.get(h, {}).get(watch) == i for i, h in enumerate(chain.hashes[: chain.num_held])
+            )
             if not is_held or not all(h in self._held for h in chain.hashes[: chain.num_held]):
                 raise CacheCorruption(f"violated: a watch matches what is held, got {watch}")
             if missing is not None and (missing in self._held or watch not in self._missing.get(missing, ())):

@@ -161,13 +161,17 @@ class TreeWatches:
         endings.num_ranked -= sum(watch.rank is not None for watch in group)
         if not endings.inside and not endings.after:
             del self.endings[node]
+        start = node.start * TOKEN_BYTES
+        new = node.span[old_end - start :]
         for watch in group:
-            if _end(node) == old_end:
-                self._place(watch, *self._walk(watch, node, old_end))
-                continue
-            common = node.num_common_tokens(watch.key, node.start * TOKEN_BYTES, watch.is_plain) * TOKEN_BYTES
-            at = node.start * TOKEN_BYTES + common // self._tree.width * self._tree.width
-            self._place(watch, *(self._walk(watch, node, at) if at == _end(node) else (node, at)))
+            at = old_end
+            if new:
+                if watch.key.startswith(new, at) and not (watch.is_plain and node.is_marked):
+                    at += len(new)
+                else:
+                    common = node.num_common_tokens(watch.key, start, watch.is_plain) * TOKEN_BYTES
+                    at = start + common // self._tree.width * self._tree.width
+            self._place(watch, *(self._walk(watch, node, at) if at == start + len(node.span) else (node, at)))
 
     def split(self, upper: Node, lower: Node) -> None:
         """A node was cut in two."""
