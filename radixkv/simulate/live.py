@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from radixkv.request import Request, RequestMetrics, SamplingParams
@@ -35,15 +37,15 @@ class Live:
         cls, request: TraceRequest | Request, own_name: str, at_s: float, seed: tuple[int, ...], max_tokens: int
     ) -> Live:
         """Makes one of a trace's request, with its output if it has any, or of an engine's; other outputs are drawn."""
+        outputs = []
         if isinstance(request, TraceRequest):
             outputs = [unpack(request.output).tolist()] if request.output else []
             params = SamplingParams(max_tokens=len(outputs[0]) if outputs else max_tokens, ignore_eos=True)
-            name, prompt = request.id, unpack(request.prompt)
+            name, inner = request.id, Request(own_name, unpack(request.prompt), params, request.namespace)
         else:
-            outputs = []
-            params, name = request.sampling_params, request.request_id
             prompt = unpack(pack(request.prompt_token_ids))
+            name, inner = request.request_id, replace(request, request_id=own_name, prompt_token_ids=prompt)
         if not outputs:
-            drawn = np.random.default_rng(seed).integers(0, 2**31 - 1, (params.n, params.max_tokens))
-            outputs = drawn.tolist()
-        return cls(name, Request(own_name, prompt, params, request.namespace), outputs, at_s)
+            params = inner.sampling_params
+            outputs = np.random.default_rng(seed).integers(0, 2**31 - 1, (params.n, params.max_tokens)).tolist()
+        return cls(name, inner, outputs, at_s)

@@ -229,14 +229,14 @@ class Simulator:
         num_ended = len(ended)
         started = self._clock()
         scheduler.commit()
+        lives = self._live
         for sequence, item in zip(step.sequences, step.batch.sequences, strict=True):
-            if not item.needs_logits:
-                continue
-            live = self._live[sequence.request.request_id]
-            if sequence.num_tokens == sequence.num_prompt_tokens and not sequence.sample:
-                self._first_tokens(sequence, live, ended)
-            else:
-                self._token(sequence, live, ended)
+            if item.needs_logits:
+                live = lives[sequence.request.request_id]
+                if sequence.num_tokens == sequence.num_prompt_tokens and not sequence.sample:
+                    self._first_tokens(sequence, live, ended)
+                else:
+                    self._token(sequence, live, ended)
         host_s = step.schedule_s + self._clock() - started
         self.num_steps += 1
         self.num_finished += len(ended) - num_ended
