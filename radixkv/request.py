@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from radixkv.cache.namespace import Namespace
 
 
@@ -126,7 +128,7 @@ class Request:
 
     Attributes:
         request_id: unique among the unfinished ones.
-        prompt_token_ids: [>= 1].
+        prompt_token_ids: [>= 1]; an array is not copied to Python's numbers.
         namespace: what its KV depends on, or is to be kept apart by.
         priority: higher ones start first, within the bound on how long anything waits (`radixkv.waiting`).
         keep_steps: when it has ended, its prefix is evicted after all else for so many steps; but evicted all the same
@@ -137,7 +139,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] | np.ndarray
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     namespace: Namespace | None = None
     priority: int = 0

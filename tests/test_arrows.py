@@ -53,9 +53,22 @@ ARROWS = {
         "radixkv.runner",
         "radixkv.scheduler",
         "radixkv.sequence",
+        "radixkv.step_stats",
     },
     "radixkv.runner": {"radixkv.batch", "radixkv.kv_manager", "radixkv.model", "radixkv_kernels"},
+    "radixkv.step_stats": {"radixkv.kv_manager"},
     "radixkv.workloads": {"radixkv.cache", "radixkv.tokens"},
+    "radixkv.simulate": {
+        "radixkv.batch",
+        "radixkv.cache",
+        "radixkv.model_shapes",
+        "radixkv.request",
+        "radixkv.scheduler",
+        "radixkv.sequence",
+        "radixkv.step_stats",
+        "radixkv.tokens",
+        "radixkv.workloads",
+    },
     "radixkv.model_shapes": set(),
     "radixkv_kernels": set(),
     "experiments": {"radixkv", "radixkv_kernels"},
@@ -67,6 +80,7 @@ WITHOUT_TORCH = (
     "radixkv.replay",
     "radixkv.workloads",
     "radixkv.scheduler",
+    "radixkv.simulate",
 )
 OURS = ("radixkv", "radixkv_kernels", "experiments")
 
