@@ -175,7 +175,8 @@ def measure(config: Config) -> list[Row]:
     sizes = {"num_tasks": 3, "vocab_size": 250, "output_tokens": 8}
     requests = workload("few_shot", config.num_measured, config, **sizes)
     runner = Engine.from_pretrained("tiny_gpt", num_blocks=config.measured_blocks, block_size=config.block_size).runner
-    rows, answers = [], []
+    rows: list[Row] = []
+    answers = []
     for variant in VARIANTS:
         if variant.tree_attention:  # the engine's batches are not planned
             continue
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     config = Config()
     if given.smoke:
-        config = replace(config, workloads=(("few_shot", 30), ("multi_turn", 20)), num_open=8, num_measured=4)
+        config = replace(config, workloads=(("few_shot", 30), ("multi_turn", 20)), num_open=8, num_measured=2)
     rows = []
     with progress("ablation", len(config.workloads) + 1) as bar:
         for name, count in config.workloads:
