@@ -72,6 +72,13 @@ def _processor() -> str:
     return platform.processor() or "unknown"
 
 
+def shared_traces(*names: str) -> list[Path]:
+    """Returns those of these files that are in `shared/traces` beside the checkout, or under RADIXKV_SHARED."""
+    beside = Path(__file__).parent.parent.parent / "shared"
+    folder = Path(os.environ.get("RADIXKV_SHARED", beside)) / "traces"
+    return [folder / name for name in names if (folder / name).exists()]
+
+
 def save(out: Path, name: str, config: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> Path:
     """Writes out/name.json with config, environment, rows, and more; whole or not at all. Returns its path."""
     out.mkdir(parents=True, exist_ok=True)
@@ -108,7 +115,19 @@ def recorded_tables() -> Iterator[list[Cells]]:
         _recorded = before
 
 
-TEXT_COLUMNS = ("trace", "cache", "operation", "part", "workload", "rule", "published", "arrivals", "router", "order")
+TEXT_COLUMNS = (
+    "trace",
+    "cache",
+    "operation",
+    "part",
+    "workload",
+    "rule",
+    "published",
+    "arrivals",
+    "router",
+    "order",
+    "variant",
+)
 
 
 def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row], notes: Sequence[str] = ()) -> None:

@@ -32,8 +32,10 @@ from radixkv.cache.block_map import BlockMap
 from radixkv.cache.block_parts import BlockParts
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.free_queue import FreeQueue
+from radixkv.cache.hash_watch import HashWatches
 from radixkv.cache.hashing import CRYPTOGRAPHIC, BlockHasher, Parts
 from radixkv.cache.namespace import Namespace, kinds, parts
+from radixkv.cache.watch import Rank, Watch
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack, unpack
 
 
@@ -100,6 +102,7 @@ class FlatHashCache:
         self._block_bytes = TOKEN_BYTES * block_size
         self._map = BlockMap()
         self._queue = FreeQueue()
+        self._watches = HashWatches(self._map.held, block_size)
         self._leases: dict[Lease, None] = {}
         self._fresh: dict[int, None] = {}  # blocks inserted since the last commit, in order
         self._contents = BlockContents(block_size) if verify else None
@@ -164,6 +167,8 @@ class FlatHashCache:
         self._parts_of.keep(ids, cursor.parts, len(cursor.blocks))
         self._map.add(hashes, ids)
         self._queue.pin(ids)
+        if self._watches:
+            self._watches.added(hashes)
         self._fresh.update(dict.fromkeys(ids))
         cursor.blocks += ids
         cursor.missed_hash = None
@@ -272,7 +277,8 @@ class FlatHashCache:
         """
         superseded = self._superseded[: check_count("num_blocks", num_blocks)]
         del self._superseded[: len(superseded)]
-        blocks = self._queue.take(num_blocks - len(superseded))
+        spared = self._rank if self._watches else None
+        blocks = self._queue.take(num_blocks - len(superseded), spared)
         self._forget(blocks)
         if self._fresh:
             for block in blocks:
@@ -280,6 +286,35 @@ class FlatHashCache:
         if self._events.active:
             self._events.removed(blocks)
         return np.array(superseded + blocks, np.int32)
+
+    def watch(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace | None = None,
+        *,
+        rank: Rank | None = None,
+        changed: Callable[[], None] | None = None,
+    ) -> Watch:
+        """Follows how many of these tokens are cached. Cost: a hash for each block matched, now or later."""
+        packed = pack(token_ids)
+        watch = Watch(packed, namespace is None, rank, None)
+        self._watches.add(watch, self._hashes(_Cursor(parts(namespace)), packed))
+        watch.changed = changed
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """Ends a watch; what nobody wants any longer goes first from now on. O(blocks matched)."""
+        if watch.cursor is None:
+            raise ValueError(f"watch: expected one that has not ended, got {watch!r}")
+        self._let_go(self._watches.remove(watch))
+
+    def _rank(self, block: int) -> Rank | None:
+        return self._watches.rank(self._map.hash_of[block])
+
+    def _let_go(self, hashes: list[bytes]) -> None:
+        for block_hash in hashes:
+            if self._watches.rank(block_hash) is None:
+                self._queue.unspare(self._map.all(block_hash))
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Announces what is committed to `callback(number, event)`, and from then on what changes.
@@ -356,8 +391,12 @@ class FlatHashCache:
         return blocks
 
     def _forget(self, blocks: list[int]) -> None:
+        hashes = {self._map.hash_of[block] for block in blocks} if self._watches else ()
         self._map.remove(blocks)
         self._parts_of.forget(blocks)
+        for block_hash in hashes:
+            if block_hash not in self._map.held:
+                self._let_go(self._watches.removed(block_hash))
         if self._contents is not None:
             for block in blocks:
                 del self._contents[block]
@@ -381,6 +420,7 @@ class FlatHashCache:
         _require(self._fresh.keys() <= hashed.keys(), "a block that is gone counts as fresh")
         self._map.check()
         self._queue.check()
+        self._watches.check()
         if self._contents is not None:
             self._contents.check(hashed, self._hasher)
 
