@@ -100,7 +100,7 @@ def experiment(config: Config) -> Iterator[list[Row]]:
         rows = []
         with progress(workload, len(ORDERS)) as bar:
             for name in ORDERS:
-                row = {"workload": workload, "optimum": best, "num_blocks": pool, "has_turns": has_turns}
+                row: Row = {"workload": workload, "optimum": best, "num_blocks": pool, "has_turns": has_turns}
                 row |= serve(requests, has_turns, name, pool, config)
                 row["share"] = row["hit_rate"] / best if best else 1.0
                 rows.append(row)
