@@ -58,7 +58,10 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Config:
-    """Workloads with their sizes; `num_open` sessions at once, a request without a session being one by itself."""
+    """Workloads with their sizes; `num_open` sessions at once; requests without sessions are all queued at once.
+
+    The bound on overtaking is 64 and not the scheduler's 256, which fewer requests than that would never meet.
+    """
 
     model: str = "llama-3-8b"
     gpu: str = "h100-sxm"
