@@ -28,11 +28,12 @@ from radixkv.cache.base import (
 )
 from radixkv.cache.block_content import BlockContents
 from radixkv.cache.block_map import BlockMap
+from radixkv.cache.caps import CappedQueue, TenantCaps, check_caps
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.free_queue import FreeQueue
 from radixkv.cache.hash_watch import HashWatches
 from radixkv.cache.hashing import CRYPTOGRAPHIC, BlockHasher, Parts
-from radixkv.cache.namespace import Namespace, parts
+from radixkv.cache.namespace import Namespace, Salt, parts
 from radixkv.cache.watch import Rank, Watch
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack, unpack
 
@@ -69,6 +70,7 @@ class FlatHashCache:
         verify: bool = False,
         digest_bits: int | None = None,
         accept_collisions: bool = False,
+        tenant_caps: TenantCaps | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Makes an empty cache.
@@ -80,6 +82,8 @@ class FlatHashCache:
             digest_bits: cut digests to so many bits; None keeps them whole.
             accept_collisions: an unverified hash that somebody can make collide may hand one request another's KV.
                 Whoever wants that says so.
+            tenant_caps: blocks that the cache holds at most of a tenant (a `Salt`) while nobody uses them: a number for
+                each of them, or numbers by salt; None: no caps (`radixkv.cache.caps`).
             clock_ns: what `hash_ns` is measured with.
 
         Raises:
@@ -99,7 +103,8 @@ class FlatHashCache:
         self._clock_ns = clock_ns
         self._block_bytes = TOKEN_BYTES * block_size
         self._map = BlockMap()
-        self._queue = FreeQueue()
+        self._queue = FreeQueue() if tenant_caps is None else CappedQueue(check_caps(tenant_caps))
+        self._over_caps: list[int] = []  # forgotten already, and the next to be given up
         self._watches = HashWatches(self._map.held, block_size)
         self._leases: dict[Lease, None] = {}
         self._fresh: dict[int, None] = {}  # blocks inserted since the last commit, in order
@@ -159,6 +164,8 @@ class FlatHashCache:
         if self._contents is not None:
             self._contents.keep(self._map, cursor.blocks, hashes, packed, cursor.parts, ids)
         self._map.add(hashes, ids)
+        if isinstance(self._queue, CappedQueue):
+            self._own(cursor, ids)
         self._queue.pin(ids)
         if self._watches:
             self._watches.added(hashes)
@@ -186,6 +193,18 @@ class FlatHashCache:
         del self._leases[lease]
         lease.released = True
         self._queue.unpin(cursor.blocks)
+        if isinstance(self._queue, CappedQueue):
+            over = self._queue.take_over_caps()
+            self._forget(over)
+            self._over_caps += over
+
+    def _own(self, cursor: _Cursor, ids: list[int]) -> None:
+        """Notes whose blocks these are, which go on from the cursor: the outermost salt's, from its start on."""
+        salt = next((part for part in cursor.parts if isinstance(part, Salt)), None)
+        assert isinstance(self._queue, CappedQueue)
+        for index, block in enumerate(ids, len(cursor.blocks)):
+            is_own = salt is not None and (index + 1) * self.block_size > salt.start
+            self._queue.owners[block] = salt.value if salt is not None and is_own else None
 
     def cancel(self, lease: Lease) -> None:
         """Ends a lease as if it had never been acquired: the queue is in the order it would have had. O(blocks).
@@ -232,11 +251,11 @@ class FlatHashCache:
     def evict(self, num_blocks: int) -> Blocks:
         """Gives up the first blocks of the queue, in order. Returns [<= num_blocks] int32. O(num_blocks)."""
         spared = self._rank if self._watches else None
-        blocks = self._queue.take(check_count("num_blocks", num_blocks), spared)
+        over = self._over_caps[: check_count("num_blocks", num_blocks)]
+        del self._over_caps[: len(over)]
+        blocks = self._queue.take(num_blocks - len(over), spared)
         self._forget(blocks)
-        if self._fresh:
-            for block in blocks:
-                self._fresh.pop(block, None)
+        blocks = over + blocks
         if self._events.active:
             self._events.removed(blocks)
         return np.array(blocks, np.int32)
@@ -290,7 +309,7 @@ class FlatHashCache:
     @property
     def sizes(self) -> CacheSizes:
         num_pinned = len(self._queue.num_pins)
-        return CacheSizes(num_pinned, len(self._map.hash_of) - num_pinned)
+        return CacheSizes(num_pinned, len(self._map.hash_of) - num_pinned + len(self._over_caps))
 
     @property
     def num_cached_tokens(self) -> int:
@@ -298,7 +317,7 @@ class FlatHashCache:
 
     @property
     def num_superseded_blocks(self) -> int:
-        return 0
+        return len(self._over_caps)
 
     def _cursor(self, lease: Lease) -> _Cursor:
         check_live(lease)
@@ -344,6 +363,9 @@ class FlatHashCache:
         return blocks
 
     def _forget(self, blocks: list[int]) -> None:
+        if self._fresh:
+            for block in blocks:
+                self._fresh.pop(block, None)
         hashes = {self._map.hash_of[block] for block in blocks} if self._watches else ()
         self._map.remove(blocks)
         for block_hash in hashes:

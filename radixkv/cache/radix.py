@@ -26,6 +26,7 @@ from radixkv.cache.base import (
     pack_blocks,
     pack_unchecked,
 )
+from radixkv.cache.caps import CappedTree, TenantCaps, check_caps
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.eviction import Policy, make_policy
 from radixkv.cache.namespace import Interner, Namespace
@@ -44,18 +45,31 @@ class RadixCache:
         partial_blocks: share to the token at any block size: matches report how far the next block agrees, and
             released requests may leave a partly filled last block.
         policy: name of an eviction policy, or one of your own (`radixkv.cache.eviction`).
+        tenant_caps: blocks that the cache holds at most of a tenant (a `Salt`) while nobody uses them: a number for
+            each of them, or numbers by salt; None: no caps (`radixkv.cache.caps`).
 
     Cost: `peek` and `acquire` about a memcmp of the match plus O(nodes on the path); `insert` O(tokens after the
     lease); `release` O(nodes let go * log leaves); `evict` O(leaves taken * log leaves), at any number of leaves.
     """
 
-    def __init__(self, block_size: int = 16, *, partial_blocks: bool = True, policy: str | Policy = "lru") -> None:
+    def __init__(
+        self,
+        block_size: int = 16,
+        *,
+        partial_blocks: bool = True,
+        policy: str | Policy = "lru",
+        tenant_caps: TenantCaps | None = None,
+    ) -> None:
         if not isinstance(partial_blocks, bool):
             raise ValueError(f"partial_blocks: expected True or False, got {partial_blocks!r}")
         self.block_size = check_block_size(block_size)
         self.partial_blocks = partial_blocks and block_size > 1
-        self.tree = RadixTree(block_size, make_policy(policy))
         self._interner = Interner()
+        made = make_policy(policy)
+        if tenant_caps is None:
+            self.tree = RadixTree(block_size, made)
+        else:
+            self.tree = CappedTree(block_size, made, check_caps(tenant_caps), self._interner)
         self._moved: dict[Lease, None] = {}  # leases moved while there were blocks not committed
         self._events = EventEmitter(block_size)
 
@@ -315,6 +329,8 @@ class RadixCache:
     def check(self, leases: Iterable[Lease] | None = None) -> None:
         """Asserts every invariant; with all live leases given, that the pins are exactly theirs."""
         check_tree(self.tree, leases)
+        if isinstance(self.tree, CappedTree):
+            self.tree.check_caps()
 
 
 def _unpacked(blocks: bytes) -> Blocks:
