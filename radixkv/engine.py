@@ -117,6 +117,7 @@ class Engine:
         max_num_seqs: int = 256,
         order: str = "longest_prefix",
         max_overtakes: int = 256,
+        tree_attention: str = "auto",
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Engine:
@@ -128,6 +129,7 @@ class Engine:
             num_blocks: blocks in the pool; None: as many as fit into 1 GiB.
             device: None: a GPU where there is one.
             deterministic: every logit the same bits whatever is cached, batched or chunked; None: on a CPU.
+            tree_attention: on, off or auto: whether KV that sequences share is read once a step; the same tokens.
             seed: of a preset's weights.
 
         Raises:
@@ -147,6 +149,7 @@ class Engine:
             block_size=cache.block_size,
             device=device,
             deterministic=device.type == "cpu" if deterministic is None else deterministic,
+            tree_attention=tree_attention,
         )
         limits = SchedulerConfig(max_num_batched_tokens, max_num_seqs, order, max_overtakes)
         scheduler = Scheduler(KVManager(cache, num_blocks), limits)
