@@ -56,8 +56,15 @@ ARROWS = {
         "radixkv.sequence",
         "radixkv.step_stats",
     },
-    "radixkv.runner": {"radixkv.batch", "radixkv.kv_manager", "radixkv.model", "radixkv_kernels"},
     "radixkv.step_stats": {"radixkv.kv_manager"},
+    "radixkv.tree_plans": {"radixkv.batch", "radixkv.model", "radixkv_kernels"},
+    "radixkv.runner": {
+        "radixkv.batch",
+        "radixkv.kv_manager",
+        "radixkv.model",
+        "radixkv.tree_plans",
+        "radixkv_kernels",
+    },
     "radixkv.workloads": {"radixkv.cache", "radixkv.tokens"},
     "radixkv.simulate": {
         "radixkv.batch",

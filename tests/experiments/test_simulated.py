@@ -3,10 +3,10 @@
 import json
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
-from experiments import divergence, hit_rate_effect, overhead
+from experiments import ablation, calibrate, divergence, hit_rate_effect, overhead
+from radixkv.simulate import Simulator, at_once, run
 
 
 def rows_of(path):
@@ -85,31 +85,54 @@ def test_overhead_counts_all_that_is_spent(tmp_path):
         spent = [row[f"{name}_s"] for name in ("tree", "scheduler", "plan")]
         assert min(spent) > 0 and row["share"] == pytest.approx(sum(spent) / row["duration_s"])
         assert (row["hit_rate"] > 0.3) == (row["traffic"] == "conversations")
+        assert row["num_planned_steps"] == 0  # none shares a whole cell with another that runs
 
 
-def test_the_plans_are_those_of_the_batches(monkeypatch):
-    """Plans that follow the tables step by step are those made from the tables at once."""
-    from radixkv_kernels import TreePlan
+def test_publishing_at_commit_shares_nothing_within_a_step():
+    config = ablation.Config(num_open=8)
+    (first,) = ablation.workload("few_shot", 1, config)
+    requests = [first] * 6
 
-    checked = 0
+    class Slow:
+        def step_s(self, load):
+            return 1.0
 
-    class Checked(overhead.Planning):
-        def __call__(self, batch):
-            nonlocal checked
-            super().__call__(batch)
-            lens = np.array([item.end for item in batch.sequences])
-            counts = [item.end - item.start for item in batch.sequences]
-            table = np.zeros((len(lens), max(len(item.block_table) for item in batch.sequences)), np.int32)
-            for row, item in zip(table, batch.sequences, strict=True):
-                row[: len(item.block_table)] = item.block_table
-            cu = np.concatenate([[0], np.cumsum(counts)])
-            config = {"block_size": 16, "num_q_heads": 32, "num_kv_heads": 32, "cell_size": 128}
-            expected = TreePlan.from_block_table(table, lens, cu, **config)
-            found = self._planner.plan([item.sequence_id for item in batch.sequences], lens, cu)
-            assert np.array_equal(found.work.items, expected.work.items)
-            checked += 1
+    hits = {}
+    for variant in ablation.VARIANTS:
+        scheduler = ablation.make_scheduler(variant, config, 1000, max_num_batched_tokens=10_000)
+        checked = []
 
-    monkeypatch.setattr(overhead, "Planning", Checked)
-    config = overhead.Config(num_requests=10, num_turns=5, mean_output_tokens=40.0)
-    overhead.measure(config, overhead.sharegpt(config, 5), ("llama-2-7b", "a10g"), 16, 2)
-    assert checked > 50
+        def on_step(stats, scheduler=scheduler, checked=checked):
+            scheduler.manager.check()
+            checked.append(stats)
+
+        run(Simulator(scheduler, Slow(), on_step=on_step), at_once(requests))
+        assert checked
+        hits[variant.name] = scheduler.num_hit_tokens
+    whole = (first.num_prompt_tokens - 1) // 16 * 16
+    # Without in-batch sharing six equal prompts in one step are computed six times; with it, once.
+    assert all(count == (5 * whole if "sharing" in name or "tree att" in name else 0) for name, count in hits.items())
+
+
+def test_ablation_measures_equal_answers(tmp_path):
+    ablation.main(["--smoke", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "ablation.json")
+    assert len(rows) == 2 * len(ablation.VARIANTS)
+    by_name = {(row["workload"], row["variant"]): row for row in rows}
+    for workload in ("few_shot", "multi_turn"):
+        assert by_name[workload, "no cache"]["hit_rate"] == 0
+        full = by_name[workload, "+ tree attention"]
+        assert (
+            full["hit_rate"] > 0.3 and full["request_throughput"] > by_name[workload, "no cache"]["request_throughput"]
+        )
+    measured = json.loads((tmp_path / "ablation.json").read_text())["measured"]
+    assert measured[0]["hit_rate"] == 0 < measured[1]["hit_rate"] <= measured[-1]["hit_rate"]
+
+
+@pytest.mark.slow
+def test_calibration_comes_near(tmp_path):
+    """Hits are the engine's exactly; times are a fit's, on a machine that others use too, so the bounds are wide."""
+    calibrate.main(["--smoke", "--out", str(tmp_path)])
+    for row in rows_of(tmp_path / "calibrate.json"):
+        assert row["num_cached_tokens_simulated"] == row["num_cached_tokens_measured"]
+        assert abs(row["busy_s_error"]) < 0.5
