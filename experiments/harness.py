@@ -127,6 +127,8 @@ TEXT_COLUMNS = (
     "router",
     "order",
     "variant",
+    "machine",
+    "traffic",
 )
 
 
