@@ -36,14 +36,15 @@ class Variant:
 
 
 def attention_variants(key: Key, config: Config) -> Iterator[Variant]:
-    """The attention kernel of one table entry: plain, with a window, from ragged lists, with a work list.
+    """The attention kernel of one table entry: plain, with a window, over a plan's work list, from ragged lists.
 
     Head sizes are the block itself (no masks) and, once, a size below it (masks).
     """
     for label, head_dim, overrides in (
         ("causal", key.head_block, {}),
         ("window", key.head_block, {"WINDOW": True}),
-        ("work list", key.head_block, {"WORK_LIST": True}),
+        ("plan", key.head_block, {"WORK_LIST": True}),
+        ("plan, window", key.head_block, {"WORK_LIST": True, "WINDOW": True}),
         ("odd sizes", key.head_block - 16, {"WINDOW": True, "INDPTR": True, "GROUP": 3, "BLOCK_SIZE": 48}),
     ):
         constants: dict[str, Any] = {
@@ -86,7 +87,7 @@ def tile_constants(head_dim: int, v_head_dim: int, config: Config) -> dict[str, 
 def reduce_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
     """The reduction with everything on, for a few heads a program and for one."""
     kernel = reduce_kernel.reduce_kernel
-    for block_h, work_list in ((1, False), (8, False), (8, True)):
+    for block_h, work_list in ((1, False), (8, False), (1, True), (8, True)):
         constants: dict[str, Any] = {
             "stride_out_dim": 1,
             "GROUP": 4,
@@ -104,7 +105,8 @@ def reduce_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
         floats = ("acc_ptr", "ml_ptr", "lse_ptr", "sinks_ptr", "v_scale_ptr")
         pointers = dict.fromkeys(floats, "*fp32") | {"out_ptr": f"*{dtype}"}
         types = argument_types(kernel, constants, pointers)
-        yield Variant(f"reduce {block_h} heads", kernel, types, constants, reduce_warps(block_h), 3, False)
+        name = f"reduce {block_h} heads{', plan' if work_list else ''}"
+        yield Variant(name, kernel, types, constants, reduce_warps(block_h), 3, False)
 
 
 def cache_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
