@@ -47,6 +47,7 @@ ARROWS = {
     },
     "radixkv.runner": {"radixkv.batch", "radixkv.kv_manager", "radixkv.model", "radixkv_kernels"},
     "radixkv.workloads": {"radixkv.cache", "radixkv.tokens"},
+    "radixkv.routing": {"radixkv.cache", "radixkv.tokens"},
     "radixkv.model_shapes": set(),
     "radixkv_kernels": set(),
     "experiments": {"radixkv", "radixkv_kernels"},
@@ -58,6 +59,7 @@ WITHOUT_TORCH = (
     "radixkv.replay",
     "radixkv.workloads",
     "radixkv.scheduler",
+    "radixkv.routing",
 )
 OURS = ("radixkv", "radixkv_kernels", "experiments")
 
