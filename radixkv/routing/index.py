@@ -128,8 +128,9 @@ class FleetIndex:
 
     def expire(self, before_s: float) -> None:
         """Forgets what no replica has used since a time. O(what is forgotten * log)."""
-        for slot in self.tree.held:
-            self.tree.expire(slot, before_s)
+        for slot, held in self.tree.held.items():
+            if held.heap and held.heap[0][0] < before_s:
+                self.tree.expire(slot, before_s)
 
     # ---- feeding it events
 
