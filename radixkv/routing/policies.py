@@ -94,9 +94,9 @@ class _Indexed(Router):
         if follows_events and max_age_s is not None:
             raise ValueError("max_age_s: expected None with follows_events, as the events tell what is gone")
         self._clock, self._max_age_s = clock, max_age_s
-        self._held = FleetIndex(block_size, max_blocks=max_blocks, clock=clock) if follows_events else None
-        self._sent = FleetIndex(block_size, max_blocks=None if follows_events else max_blocks, clock=clock)
-        self._indexes = [self._sent] if self._held is None else [self._sent, self._held]
+        self.held = FleetIndex(block_size, max_blocks=max_blocks, clock=clock) if follows_events else None
+        self.sent = FleetIndex(block_size, max_blocks=None if follows_events else max_blocks, clock=clock)
+        self._indexes = [self.sent] if self.held is None else [self.sent, self.held]
         super().__init__(replicas)
 
     def add_replica(self, name: str) -> None:
@@ -111,21 +111,21 @@ class _Indexed(Router):
         return lost
 
     def apply(self, name: str, event: Event) -> None:
-        if self._held is not None:
-            self._held.apply(name, event)
+        if self.held is not None:
+            self.held.apply(name, event)
 
     def _choose(self, key: bytes, namespace: Namespace | None) -> tuple[Replica, int, float]:
         now_s = self._clock()
-        if self._held is not None:
+        if self.held is not None:
             oldest = next(iter(self._in_flight), None)
-            self._sent.expire(now_s if oldest is None else oldest.routed_s)
+            self.sent.expire(now_s if oldest is None else oldest.routed_s)
         elif self._max_age_s is not None:
-            self._sent.expire(now_s - self._max_age_s)
+            self.sent.expire(now_s - self._max_age_s)
         matched = [0] * (max(replica.slot for replica in self._open) + 1)
         for index in self._indexes:
             _fill(matched, index.match(key, namespace))
         replica = self._best(len(key) // TOKEN_BYTES, matched)
-        self._sent.add(replica.name, key, namespace)
+        self.sent.add(replica.name, key, namespace)
         return replica, matched[replica.slot], now_s
 
     def _best(self, num_tokens: int, matched: list[int]) -> Replica:
