@@ -70,6 +70,13 @@ def _processor() -> str:
     return platform.processor() or "unknown"
 
 
+def shared_traces(*names: str) -> list[Path]:
+    """Returns those of these files that are in `shared/traces` beside the checkout, or under RADIXKV_SHARED."""
+    beside = Path(__file__).parent.parent.parent / "shared"
+    folder = Path(os.environ.get("RADIXKV_SHARED", beside)) / "traces"
+    return [folder / name for name in names if (folder / name).exists()]
+
+
 def save(out: Path, name: str, config: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> Path:
     """Writes out/name.json with config, environment, rows, and more; whole or not at all. Returns its path."""
     out.mkdir(parents=True, exist_ok=True)

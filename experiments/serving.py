@@ -1,7 +1,6 @@
 """Open-loop serving: requests arrive by the clock, whether the engine keeps up or not. For the serving experiments.
 
-Metrics and percentiles as in `vllm bench serve`: TTFT from arrival to first token; TPOT (last - first token) /
-(tokens - 1); ITL between neighbouring tokens; throughput over the time from first arrival to last token.
+What the metrics are is said in `radixkv.simulate.report`.
 """
 
 import time
@@ -11,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.harness import Row
-from radixkv.engine import Engine, StepStats
+from radixkv.engine import Engine
 from radixkv.request import RequestOutput, SamplingParams
+from radixkv.simulate import Served, report
+from radixkv.step_stats import StepStats
 
 
 @dataclass(frozen=True)
@@ -72,28 +73,16 @@ COLUMNS = {
 
 
 def summarize(outputs: Sequence[RequestOutput]) -> Row:
-    """Returns the serving metrics of finished requests, times in milliseconds."""
-    metrics = [output.metrics for output in outputs]
-    ttft = [m.first_token_s - m.arrival_s for m in metrics if m.first_token_s is not None]
-    times = [np.array(m.token_times_s) for m in metrics]
-    itl = np.concatenate([np.diff(t) for t in times]) if times else np.zeros(0)
-    tpot = [(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]
-    duration = max(t[-1] for t in times) - min(m.arrival_s for m in metrics)
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    row: Row = {
-        "num_requests": len(outputs),
-        "duration_s": duration,
-        "num_prompt_tokens": num_prompt,
-        "num_cached_tokens": num_cached,
-        "num_computed_tokens": num_prompt - num_cached,
-        "hit_rate": num_cached / num_prompt,
-        "request_throughput": len(outputs) / duration,
-        "output_throughput": sum(len(t) for t in times) / duration,
-        "num_preemptions": sum(m.num_preemptions for m in metrics),
-    }
-    for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl)):
-        for q in (50, 99):
-            row[f"{name}_p{q}_ms"] = float(np.percentile(values, q)) * 1e3 if len(values) else 0.0
-    row["ttfts_ms"] = [round(value * 1e3, 3) for value in ttft]
-    return row
+    """Returns the serving metrics of finished requests, times in milliseconds; `ttfts_ms` of each."""
+    served = [
+        Served(
+            output.request_id,
+            len(output.prompt_token_ids),
+            output.num_cached_tokens,
+            sum(len(completion.token_ids) for completion in output.outputs),
+            output.metrics,
+        )
+        for output in outputs
+    ]
+    first = [m.first_token_s - m.arrival_s for m in (s.metrics for s in served) if m.first_token_s is not None]
+    return report.summarize(served) | {"ttfts_ms": [round(value * 1e3, 3) for value in first]}

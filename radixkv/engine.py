@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from radixkv.batch import ScheduledBatch
 from radixkv.cache.base import PrefixCache
 from radixkv.cache.namespace import Namespace
 from radixkv.generation import Generation, Sample
-from radixkv.kv_manager import KVManager, PoolSizes
+from radixkv.kv_manager import KVManager
 from radixkv.model.checkpoint import load_checkpoint
 from radixkv.model.sampling import SampledToken, make_generator, sample_tokens
 from radixkv.model.tokenizer import Tokenizer
@@ -36,37 +35,10 @@ from radixkv.request import Request, RequestOutput, SamplingParams
 from radixkv.runner import Runner, kv_bytes_per_block
 from radixkv.scheduler import Scheduler, SchedulerConfig
 from radixkv.sequence import Sequence as Running
+from radixkv.step_stats import StepStats
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 DEFAULT_KV_BYTES = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One step: what ran, what waits, where the time went.
-
-    Attributes:
-        num_prefill_tokens, num_decode_tokens: computed in it.
-        num_hit_tokens: of prompts first admitted in it, found in the cache.
-        num_finished: requests that ended in it.
-        num_failed: sequences that ended in it with an error.
-        schedule_s: scheduler, manager and cache; forward_s: the model; postprocess_s: sampling and text.
-    """
-
-    step: int
-    num_running: int
-    num_waiting: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_hit_tokens: int
-    num_preemptions: int
-    num_evicted_blocks: int
-    num_finished: int
-    num_failed: int
-    sizes: PoolSizes
-    schedule_s: float
-    forward_s: float
-    postprocess_s: float
 
 
 class Engine:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from radixkv.cache.namespace import Namespace
 
 
@@ -126,12 +128,12 @@ class Request:
 
     Attributes:
         request_id: unique among the unfinished ones.
-        prompt_token_ids: [>= 1].
+        prompt_token_ids: [>= 1]; an array is not copied to Python's numbers.
         namespace: what its KV depends on, or is to be kept apart by.
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] | np.ndarray
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     namespace: Namespace | None = None
 

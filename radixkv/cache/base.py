@@ -67,16 +67,24 @@ class Lease:
         namespace: as given to `acquire`.
     """
 
-    __slots__ = ("block_ids", "cursor", "namespace", "num_tokens", "partial", "released", "source")
+    __slots__ = ("_block_ids", "cursor", "namespace", "num_tokens", "partial", "released", "source")
 
-    def __init__(self, cursor: Any, num_tokens: int, block_ids: Blocks, namespace: Namespace | None) -> None:
+    def __init__(
+        self, cursor: Any, num_tokens: int, block_ids: Blocks | list[bytes], namespace: Namespace | None
+    ) -> None:
         self.cursor = cursor  # the cache's own: where the lease ends
         self.source: Any = None  # the cache's own: what the partial match pins
         self.num_tokens = num_tokens
-        self.block_ids = block_ids
+        self._block_ids = block_ids
         self.partial: Partial | None = None
         self.namespace = namespace
         self.released = False
+
+    @property
+    def block_ids(self) -> Blocks:
+        if type(self._block_ids) is list:  # packed runs, joined for who asks: publishing does not
+            self._block_ids = np.frombuffer(b"".join(self._block_ids), np.int32) if self._block_ids else NO_BLOCKS
+        return self._block_ids  # type: ignore[return-value]
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"partial={self.partial}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
-from sortedcontainers import SortedList
 
+from radixkv.cache.child_order import ChildOrder
 from radixkv.tokens import TOKEN_BYTES, num_common_tokens
 
 BLOCK_ID_BYTES = 4
@@ -41,7 +39,7 @@ class Node:
         self.parent = parent
         self.start = start  # tokens before the span
         self.children: dict[bytes, Node] = {}  # by the first block of the child's span (a tail: by its whole span)
-        self.order: SortedList | None = None  # the keys of children, sorted; made when first needed
+        self.order: ChildOrder | None = None  # the keys of children, sorted; made when first needed
         self.pins = 0  # leases that end here + partial matches copied from here + pinned children
         self.is_marked = False  # whether the span holds an interned id, so that plain tokens may not enter it
         self.fresh = 0  # blocks at the end of the span that were inserted since the last commit
@@ -83,10 +81,10 @@ class Node:
             else:
                 self.order = None
 
-    def sorted_keys(self) -> SortedList:
+    def in_order(self) -> ChildOrder:
         """Returns the keys of the children, sorted, and keeps them so from now on. Cost: O(children) the first time."""
         if self.order is None:
-            self.order = SortedList(self.children)
+            self.order = ChildOrder(self.children)
         return self.order
 
     def nearest(self, tokens: bytes, is_plain: bool) -> tuple[Node | None, int]:
@@ -100,23 +98,26 @@ class Node:
 
         Cost: O(log children), and the blocks of the step under way that stand between.
         """
-        if len(self.children) < 2:
-            return self._best(self.children, tokens, is_plain, None, 0)
-        keys = self.sorted_keys()
-        at = keys.bisect_left(tokens)
-        best, most = self._best(keys.islice(at), tokens, is_plain, None, 0)
-        return self._best(keys.islice(0, at, reverse=True), tokens, is_plain, best, most)
-
-    def _best(
-        self, keys: Iterable[bytes], tokens: bytes, is_plain: bool, best: Node | None, most: int
-    ) -> tuple[Node | None, int]:
-        for key in keys:
-            child = self.children[key]
-            common = min(child.num_common_tokens(tokens, 0, is_plain), len(key) // TOKEN_BYTES)
-            if common <= most:
-                break
-            if child.fresh < len(child.blocks) // BLOCK_ID_BYTES:
-                return child, common
+        children, best, most = self.children, None, 0
+        if len(children) < 2:
+            for key, child in children.items():
+                common = min(child.num_common_tokens(tokens, 0, is_plain), len(key) // TOKEN_BYTES)
+                if common and child.fresh < child.num_blocks:
+                    return child, common
+            return None, 0
+        order = self.in_order()
+        start = order.place(tokens)
+        for step in (order.up, order.down):
+            key, at = step(start)
+            while key:
+                child = children[key]
+                common = min(child.num_common_tokens(tokens, 0, is_plain), len(key) // TOKEN_BYTES)
+                if common <= most:
+                    break
+                if child.fresh < child.num_blocks:
+                    best, most = child, common
+                    break
+                key, at = step(at)
         return best, most
 
     def tail_before(self, span: bytes) -> Node | None:
@@ -127,12 +128,11 @@ class Node:
         """
         if len(self.children) == 1:
             (key,) = self.children
-        elif self.order:  # kept from the first tail on
-            at = self.order.bisect_left(span)
-            if not at:
-                return None
-            key = self.order[at - 1]
-        else:
+        elif self.order is None:  # it is kept from the first tail on
             return None
+        else:
+            key, _ = self.order.down(self.order.place(span))
+            if not key:
+                return None
         # A whole block that begins the span would have been walked into.
         return self.children[key] if span.startswith(key) else None

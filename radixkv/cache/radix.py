@@ -93,7 +93,7 @@ class RadixCache:
         is_plain = namespace is None
         node, at, found = tree.walk(tree.root, key, is_plain)
         tree.pin(node)
-        lease = Lease(node, at // TOKEN_BYTES, _joined(found), namespace)
+        lease = Lease(node, at // TOKEN_BYTES, found, namespace)
         if self.partial_blocks and at < len(key):
             source, num_tokens = node.nearest(key[at : at + tree.width], is_plain)
             if source is not None:
@@ -169,7 +169,8 @@ class RadixCache:
         check_live(lease)
         if tail is not None:
             self._hang(lease, tail)
-        self.unpin_partial(lease)
+        if lease.source is not None:
+            self.unpin_partial(lease)
         self.tree.clock += 1
         self._end(lease, self.tree.clock)
 

@@ -216,14 +216,13 @@ class RadixTree:
         Returns the tail, or the node.
         """
         self.num_blocks += 1
-        keys = node.sorted_keys()
-        at = keys.bisect_left(tokens)
-        if at < len(keys) and keys[at].startswith(tokens):
+        order = node.in_order()  # kept wherever there are tails
+        if order.up(order.place(tokens))[0].startswith(tokens):
             self.superseded.extend(np.frombuffer(block, np.int32).tolist())
             return node
         self._supersede(node.tail_before(tokens))
         self.num_pinned += 1
-        node.sorted_keys()  # kept wherever there are tails
+        node.in_order()  # the last child may just have gone, and the order with it
         return self._add_child(node, tokens, block, is_plain)
 
     def _add_child(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:

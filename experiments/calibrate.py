@@ -1,0 +1,237 @@
+"""Does the simulator say what the engine does on this machine? Simulated against measured, on small models.
+
+The engine serves one set of requests, each step's load and CPU time are noted, and `Fitted` makes a cost model of them.
+Then other requests, of other shapes and with other arrivals, are served by the engine and by the simulator with that
+cost model: per step the error of the cost model alone, per run that of all together. Times are CPU time of the thread
+that runs torch (one thread), and a request arrives by that clock, so that other processes disturb little; they still
+share caches and memory with it. Expected: the same hits; busy time within 10 %, percentiles of TTFT within 20 %.
+
+    python -m experiments.calibrate                                     tiny_gpt, about a minute
+    python -m experiments.calibrate --models tiny_gpt SmolLM2.gguf      a checkpoint besides
+    python -m experiments.calibrate --models SmolLM2.gguf --requests 6  of fewer requests
+    python -m experiments.calibrate --smoke                             too short to quote
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
+from experiments.serving import summarize
+from radixkv.batch import ScheduledBatch
+from radixkv.engine import Engine
+from radixkv.kv_manager import KVManager
+from radixkv.replay import CacheConfig
+from radixkv.request import SamplingParams
+from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.simulate import FEATURES, Fitted, Simulator, StepLoad, measure_load, report
+from radixkv.tokens import pack, unpack
+from radixkv.workloads import TraceRequest, open_workload
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is fitted to, what is compared; tokens of prompts are drawn below `vocab_size`."""
+
+    models: tuple[str, ...] = ("tiny_gpt",)
+    num_fitted: int = 24
+    num_compared: int = 16
+    vocab_size: int = 250
+    num_blocks: int = 1024
+    max_num_batched_tokens: int = 256
+    num_repeats: int = 2
+    seed: int = 0
+
+
+class Clock:
+    """CPU seconds of this thread, and what was skipped because nothing was to be done."""
+
+    def __init__(self) -> None:
+        self._skipped_s = -time.thread_time()
+
+    def __call__(self) -> float:
+        return time.thread_time() + self._skipped_s
+
+    def skip_to(self, at_s: float) -> None:
+        self._skipped_s += max(at_s - self(), 0.0)
+
+
+class Measured:
+    """An engine whose steps are noted: their loads, and their seconds with everything in them."""
+
+    def __init__(self, model: str, config: Config, cache: str = "radix") -> None:
+        self.clock = Clock()
+        limit = config.max_num_batched_tokens
+        self.engine = Engine.from_pretrained(
+            model, cache=cache, num_blocks=config.num_blocks, max_num_batched_tokens=limit, clock=self.clock
+        )
+        self.loads: list[StepLoad] = []
+        self.times_s: list[float] = []
+        self._forward = self.engine.runner.forward
+        self.engine.runner.forward = self._noted  # type: ignore[method-assign]
+
+    def _noted(self, batch: ScheduledBatch) -> torch.Tensor:
+        scheduler = self.engine.scheduler
+        self.loads.append(measure_load(batch, list(scheduler.batch), scheduler))
+        return self._forward(batch)
+
+    def serve(self, requests: Sequence[TraceRequest]) -> tuple[Row, list[TraceRequest]]:
+        """Serves requests by their timestamps; returns the metrics, and the requests with what was generated."""
+        self.loads.clear()
+        self.times_s.clear()
+        self.clock.skip_to(self.clock() + 1.0)
+        origin, waiting, generations = self.clock(), list(requests)[::-1], []
+        while waiting or self.engine.has_unfinished_requests:
+            if waiting and not self.engine.has_unfinished_requests:
+                self.clock.skip_to(origin + _arrival_s(waiting[-1]))
+            while waiting and origin + _arrival_s(waiting[-1]) <= self.clock():
+                request = waiting.pop()
+                params = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+                name = self.engine.add_request(unpack(request.prompt).tolist(), params)
+                generations.append(self.engine.generation(name))
+                generations[-1].metrics.arrival_s = origin + _arrival_s(request)
+            stats = self.engine.step()
+            self.times_s.append(stats.schedule_s + stats.forward_s + stats.postprocess_s)
+        outputs = [generation.output() for generation in generations]
+        answered = [
+            replace(request, output=pack(output.outputs[0].token_ids))
+            for request, output in zip(requests, outputs, strict=True)
+        ]
+        return summarize(outputs) | {"busy_s": sum(self.times_s), "num_steps": len(self.times_s)}, answered
+
+
+def _arrival_s(request: TraceRequest) -> float:
+    return request.timestamp_s or 0.0
+
+
+def simulate(requests: Sequence[TraceRequest], cost: Fitted, config: Config, cache: str) -> Row:
+    """Returns the metrics of the same requests in virtual time."""
+    limits = SchedulerConfig(max_num_batched_tokens=config.max_num_batched_tokens)
+    simulator = Simulator(Scheduler(KVManager(CacheConfig(cache).make(), config.num_blocks), limits), cost)
+    for request in requests:
+        simulator.submit(request, _arrival_s(request))
+    row = report.summarize(simulator.advance(inf))
+    return row | {"busy_s": simulator.busy_s, "num_steps": simulator.num_steps}
+
+
+def workload(name: str, config: Config, count: int, seed: int, rate_per_s: float | None, **sizes: Any) -> list[Any]:
+    """Returns the first requests of a workload, small enough for a CPU."""
+    sizes = {"vocab_size": config.vocab_size, "rate_per_s": rate_per_s} | sizes
+    return list(open_workload(name, seed=seed, limit=count, **sizes))
+
+
+def fit_cost(measured: Measured, config: Config) -> tuple[Fitted, float, float]:
+    """Returns a cost model, the seconds of a request of these by itself, and the fit's median relative error."""
+    prompts = {"min_prompt_tokens": 8, "max_prompt_tokens": 500}
+    rest = {"output_tokens": 24}
+    uniform = workload("uniform", config, config.num_fitted, config.seed, None, **prompts, **rest)
+    alone, chat = uniform[:3], workload("chat", config, config.num_fitted, config.seed, None, **rest)
+    measured.serve(alone)  # first calls of everything
+    loads: list[StepLoad] = []
+    times: list[float] = []
+    each_s = inf
+    for _ in range(config.num_repeats):
+        for requests in (*([request] for request in alone), uniform, chat):
+            row, _ = measured.serve(requests)
+            each_s = min(each_s, row["busy_s"]) if len(requests) == 1 else each_s
+            loads += measured.loads
+            times += measured.times_s
+    cost = Fitted.to(loads, times)
+    errors = [abs(cost.step_s(load) / seconds - 1) for load, seconds in zip(loads, times, strict=True)]
+    return cost, each_s, float(np.median(errors))
+
+
+def run(config: Config) -> tuple[list[Row], dict[str, Any]]:
+    """Returns a row for each model, workload and cache, and each model's fit."""
+    torch.set_num_threads(1)
+    rows, fits = [], {}
+    for model in config.models:
+        name = Path(model).stem.split(".")[0]
+        with progress(f"calibrate {name}", 7) as bar:
+            cost, each_s, error = fit_cost(Measured(model, config), config)
+            bar.advance(bar.task_ids[0])
+            fits[name] = dict(zip(FEATURES, cost.seconds, strict=True)) | {"median_error": error}
+            shapes = {
+                "few_shot": {"num_tasks": 2, "output_tokens": 12},
+                "multi_turn": {"num_conversations": 4, "max_output_tokens": 64},
+            }
+            for shape, sizes in shapes.items():
+                for cache in ("null", "flat_hash", "radix"):
+                    seed = config.seed + 1
+                    requests = workload(shape, config, config.num_compared, seed, 1.0 / each_s, **sizes)
+                    measured = Measured(model, config, cache)
+                    measured.serve(requests[:1])
+                    measured = Measured(model, config, cache)
+                    found, answered = measured.serve(requests)
+                    pairs = zip(measured.loads, measured.times_s, strict=True)
+                    errors = [abs(cost.step_s(load) / seconds - 1) for load, seconds in pairs]
+                    expected = simulate(answered, cost, config, cache)
+                    row = {"model": name, "workload": shape, "cache": cache, "step_error": float(np.median(errors))}
+                    for key in METRICS:
+                        row[f"{key}_measured"], row[f"{key}_simulated"] = found[key], expected[key]
+                        row[f"{key}_error"] = expected[key] / found[key] - 1 if found[key] else 0.0
+                    rows.append(row)
+                    bar.advance(bar.task_ids[0])
+    return rows, fits
+
+
+METRICS = ("num_steps", "busy_s", "num_cached_tokens", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "latency_p50_ms")
+
+COLUMNS = {
+    "model": "{model}",
+    "workload": "{workload}",
+    "cache": "{cache}",
+    "steps": "{num_steps_simulated}/{num_steps_measured}",
+    "hits": "{num_cached_tokens_simulated}/{num_cached_tokens_measured}",
+    "a step": "{step_error:.0%}",
+    "busy s": "{busy_s_measured:.2f}",
+    "busy": "{busy_s_error:+.0%}",
+    "TTFT p50": "{ttft_p50_ms_error:+.0%}",
+    "p99": "{ttft_p99_ms_error:+.0%}",
+    "TPOT p50": "{tpot_p50_ms_error:+.0%}",
+    "latency": "{latency_p50_ms_error:+.0%}",
+}
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Simulated over measured, each metric in its own unit."""
+    plt = pyplot()
+    figure, axes = plt.subplots()
+    for key, marker in (("busy_s", "o"), ("ttft_p50_ms", "^"), ("ttft_p99_ms", "v"), ("tpot_p50_ms", "s")):
+        scale = 1e3 if key == "busy_s" else 1
+        points = [(row[f"{key}_measured"] * scale, row[f"{key}_simulated"] * scale) for row in rows]
+        axes.plot(*zip(*points, strict=True), marker, label=key.removesuffix("_ms").removesuffix("_s"))
+    low, high = axes.get_xlim()
+    axes.plot([low, high], [low, high], color="gray", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="measured (ms of CPU)", ylabel="simulated (ms)")
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser("calibrate", __doc__, "calibrate.json and calibrate.png")
+    options.add_argument("--models", nargs="+", default=["tiny_gpt"], help="presets, folders, .gguf files (tiny_gpt)")
+    options.add_argument("--requests", type=int, default=Config.num_compared, help="of a workload, compared (16)")
+    options.add_argument("--smoke", action="store_true", help="a few seconds, too short to quote")
+    given = options.parse_args(arguments)
+    if given.requests < 4:
+        fail(f"--requests: expected at least 4, got {given.requests}")
+    config = Config(tuple(given.models), num_fitted=3 * given.requests // 2, num_compared=given.requests)
+    if given.smoke:
+        config = replace(config, num_fitted=6, num_compared=4, num_repeats=1)
+    rows, fits = run(config)
+    print_table("Simulated against measured: errors of a step's time (median) and of each metric", COLUMNS, rows)
+    path = save(given.out, "calibrate", asdict(config), rows, fits=fits)
+    plot(rows, given.out / "calibrate.png")
+    console.print(path, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Tables and the plot of `divergence.py`, from its rows alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from experiments.harness import Row, pyplot
+
+NAMES = ("flat hash", "radix", "radix, partial blocks")
+COLUMNS = {
+    "trace": "{trace}",
+    "block": "{block_size}",
+    "cache": "{cache}",
+    "hit rate": "{hit_rate:.2%}",
+    "computed": "{num_computed_tokens:,}",
+    "over the least": "{over_least:.2f}",
+    "blocks held": "{held_blocks:,}",
+    "as tokens": "{held_tokens:,}",
+}
+SUMMARY = {
+    "block": "{block_size}",
+    "cache": "{cache}",
+    "computed again, mean": "{mean:.1f}",
+    "most": "{most:.0f}",
+    "slots held / tokens": "{held:.3f}",
+}
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Returns means over d for each block size and cache."""
+    found = []
+    for size in dict.fromkeys(row["block_size"] for row in rows):
+        for name in NAMES:
+            some = [row for row in rows if row["block_size"] == size and row["cache"] == name]
+            again = [row["again_per_request"] for row in some]
+            held = [row["held_tokens"] / row["unique_tokens"] for row in some]
+            numbers = {"mean": np.mean(again), "most": max(again), "held": np.mean(held)}
+            found.append({"block_size": size, "cache": name, **numbers})
+    return found
+
+
+def plot(rows: Sequence[Row], trace_rows: Sequence[Row], path: Path) -> None:
+    """Tokens computed again over d, and tokens that a trace computes over the least that it could."""
+    plt = pyplot()
+    names = list(dict.fromkeys(row["trace"] for row in trace_rows))
+    figure, all_axes = plt.subplots(1, 1 + len(names), figsize=(6 + 3.2 * len(names), 4.2), squeeze=False)
+    axes = all_axes[0, 0]
+    sizes = list(dict.fromkeys(row["block_size"] for row in rows))
+    for size in sizes[::-1]:
+        for name, style in (("flat hash", "-"), ("radix, partial blocks", "--")):
+            some = [row for row in rows if row["block_size"] == size and row["cache"] == name]
+            if name == "flat hash" or size == sizes[-1]:
+                label = f"flat hash, blocks of {size}" if name == "flat hash" else "radix, partial blocks, any size"
+                points = ([row["shared_tokens"] for row in some], [row["again_per_request"] for row in some])
+                axes.plot(*points, style, marker=".", markersize=2, linewidth=0.8, label=label)
+    axes.set(xlabel="tokens shared", ylabel="tokens computed again, of each request", xlim=(0, None))
+    axes.legend(fontsize=8)
+    for axes, trace in zip(all_axes[0, 1:], names, strict=True):
+        for offset, name in enumerate(NAMES):
+            some = [row for row in trace_rows if row["trace"] == trace and row["cache"] == name]
+            x = np.arange(len(some)) + (offset - 1) * 0.27
+            axes.bar(x, [row["over_least"] for row in some], 0.27, label=name)
+        axes.set(title=trace, xlabel="block size", xticks=range(len(sizes)), xticklabels=sizes)
+        axes.set_ylabel("prompt tokens computed / least")
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,90 @@
+"""StepLoad: what a scheduled batch makes a device do, in counts. Measured by the simulator, priced by a cost model."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.batch import ScheduledBatch
+from radixkv.scheduler import Scheduler
+from radixkv.sequence import Sequence as Running
+
+
+class StepLoad(NamedTuple):
+    """Counts of one step. Tokens of KV are of all layers; a *pair* is one query token with one token that it sees.
+
+    Attributes:
+        num_prefill_tokens, num_decode_tokens: computed; a decode is one token after a prompt's end.
+        num_logits: rows that a token is sampled from.
+        num_prefill_seqs: chunks of prompts.
+        num_prefill_pairs: the quadratic part.
+        num_decode_kv_tokens: that decodes see, each sequence by itself: what attention reads without sharing.
+        num_unique_kv_tokens: the same, tokens in shared blocks counted once: the least that can be read.
+        num_copied_tokens: rows of partial matches and forks, copied before the step.
+    """
+
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_logits: int = 0
+    num_prefill_seqs: int = 0
+    num_prefill_pairs: int = 0
+    num_decode_kv_tokens: int = 0
+    num_unique_kv_tokens: int = 0
+    num_copied_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+
+def measure_load(batch: ScheduledBatch, sequences: Sequence[Running], scheduler: Scheduler) -> StepLoad:
+    """Counts what a scheduled batch takes.
+
+    Args:
+        batch: as `Scheduler.schedule` returned it, not committed yet.
+        sequences: `scheduler.batch`.
+
+    Cost: O(sequences) where all that run decode and nothing is copied; else O(blocks of those that decode).
+    """
+    block_size = scheduler.block_size
+    num_prefill = num_prefill_seqs = num_pairs = num_logits = 0
+    num_kv = num_own_blocks = num_empty = 0
+    decoding = []
+    for sequence, item in zip(sequences, batch.sequences, strict=True):
+        end = item.end
+        num_logits += item.needs_logits
+        if end > sequence.num_prompt_tokens and end - item.start == 1:
+            num_kv += end
+            num_blocks = -(-end // block_size)
+            num_empty += num_blocks * block_size - end
+            num_own_blocks += num_blocks - sequence.blocks.lease.num_tokens // block_size  # type: ignore[union-attr]
+            decoding.append((item.block_table, num_blocks))
+        else:
+            count = end - item.start
+            num_prefill += count
+            num_prefill_seqs += 1
+            num_pairs += count * item.start + count * (count + 1) // 2
+    if not decoding:
+        num_blocks = 0
+    elif not batch.copies and len(decoding) == len(scheduler.running):
+        # Nobody else pins anything, so what the cache has pinned is what these share or hold alone.
+        num_blocks = scheduler.manager.cache.sizes.pinned + num_own_blocks
+    else:
+        num_blocks = _num_distinct(decoding, scheduler.manager.allocator.num_blocks or 0)
+    return StepLoad(
+        num_prefill,
+        len(decoding),
+        num_logits,
+        num_prefill_seqs,
+        num_pairs,
+        num_kv,
+        # A block that is not full is its sequence's own, so what is empty in it is counted once.
+        num_blocks * block_size - num_empty,
+        sum(copy.num_tokens for copy in batch.copies),
+    )
+
+
+def _num_distinct(tables: Sequence[tuple[np.ndarray, int]], pool_size: int) -> int:
+    seen = np.zeros(pool_size, bool)
+    seen[np.concatenate([table[:num_blocks] for table, num_blocks in tables])] = True
+    return int(np.count_nonzero(seen))

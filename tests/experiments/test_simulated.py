@@ -1,0 +1,115 @@
+"""The experiments on the simulator and on divergence: figures that are known beforehand, and files."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from experiments import divergence, hit_rate_effect, overhead
+
+
+def rows_of(path):
+    result = json.loads(path.read_text())
+    assert set(result) >= {"config", "environment", "rows"}
+    assert path.with_suffix(".png").stat().st_size > 1000
+    return result["rows"]
+
+
+@pytest.mark.parametrize("shared", [0, 1, 15, 16, 17, 63, 64, 100, 511, 512, 513, 1000])
+def test_what_diverging_requests_compute_and_hold(shared):
+    config = divergence.Config(num_requests=4)
+    prompts = divergence.diverging(config, shared)
+    total = shared + config.own_tokens
+    for size in config.block_sizes:
+        for name, cache in divergence.caches(size).items():
+            computed, held = divergence.serve_together(prompts, cache)
+            matched = shared if name == "radix, partial blocks" else shared // size * size
+            assert computed == 3 * (total - matched)
+            whole = shared // size
+            assert held == whole + 4 * (-(-total // size) - whole)
+
+
+def test_every_d_around_a_border_is_there():
+    distances = divergence.Config().distances()
+    assert distances[0] == 0 and distances[-1] == 4096
+    for border in range(64, 4096, 64):
+        assert {border - 2, border - 1, border, border + 1, border + 2} <= set(distances)
+
+
+def test_divergence_and_a_trace(tmp_path):
+    trace = tmp_path / "my.jsonl"
+    lines = [{"prompt": "the same beginning, " * 8 + f"and end {i}", "output": "yes"} for i in range(8)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--smoke", "--trace", str(trace), "--tokenizer", "bytes", "--out", str(tmp_path)]
+    divergence.main(options)
+    rows = rows_of(tmp_path / "divergence.json")
+    assert {row["cache"] for row in rows} == {"flat hash", "radix", "radix, partial blocks"}
+    found = json.loads((tmp_path / "divergence.json").read_text())["traces"]
+    # 7 of 8 prompts share 168 bytes; whole blocks of 64 keep 128 of them
+    computed = {(row["cache"], row["block_size"]): row["num_computed_tokens"] for row in found}
+    assert computed["flat hash", 64] - computed["radix, partial blocks", 64] == 7 * 40
+    assert computed["radix", 64] == computed["flat hash", 64]
+
+
+def test_limited_matches_come_to_their_share():
+    config = hit_rate_effect.Config(num_problems=3, num_open=10, pool_tokens=20_000)
+    requests = hit_rate_effect.tree_of_thought(config)
+    most = hit_rate_effect.measure(config, requests, 1.0)["hit_rate"]
+    assert hit_rate_effect.measure(config, requests, 0.0)["hit_rate"] == 0
+    assert hit_rate_effect.measure(config, requests, 0.5)["hit_rate"] == pytest.approx(most / 2, rel=0.1)
+    assert [r.namespace for r in hit_rate_effect.limited(requests, 1.0)] == [None] * len(requests)
+
+
+def test_more_hits_serve_more(tmp_path):
+    hit_rate_effect.main(["--smoke", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "hit_rate_effect.json")
+    assert [row["num_requests"] for row in rows] == [rows[0]["num_requests"]] * len(rows)
+    for fewer, more in pairwise(rows):
+        assert fewer["hit_rate"] < more["hit_rate"]
+        assert fewer["request_throughput"] < more["request_throughput"]
+        assert fewer["ttft_p50_ms"] > more["ttft_p50_ms"]
+
+
+def test_a_model_that_does_not_fit_ends_with_a_message(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        hit_rate_effect.main(["--model", "llama-3-70b", "--smoke", "--out", str(tmp_path)])
+    assert "num_gpus" in capsys.readouterr().err
+
+
+def test_overhead_counts_all_that_is_spent(tmp_path):
+    overhead.main(["--smoke", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "overhead.json")
+    assert {row["traffic"] for row in rows} == {"zero hits", "conversations"}
+    for row in rows:
+        spent = [row[f"{name}_s"] for name in ("tree", "scheduler", "plan")]
+        assert min(spent) > 0 and row["share"] == pytest.approx(sum(spent) / row["duration_s"])
+        assert (row["hit_rate"] > 0.3) == (row["traffic"] == "conversations")
+
+
+def test_the_plans_are_those_of_the_batches(monkeypatch):
+    """Plans that follow the tables step by step are those made from the tables at once."""
+    from radixkv_kernels import TreePlan
+
+    checked = 0
+
+    class Checked(overhead.Planning):
+        def __call__(self, batch):
+            nonlocal checked
+            super().__call__(batch)
+            lens = np.array([item.end for item in batch.sequences])
+            counts = [item.end - item.start for item in batch.sequences]
+            table = np.zeros((len(lens), max(len(item.block_table) for item in batch.sequences)), np.int32)
+            for row, item in zip(table, batch.sequences, strict=True):
+                row[: len(item.block_table)] = item.block_table
+            cu = np.concatenate([[0], np.cumsum(counts)])
+            config = {"block_size": 16, "num_q_heads": 32, "num_kv_heads": 32, "cell_size": 128}
+            expected = TreePlan.from_block_table(table, lens, cu, **config)
+            found = self._planner.plan([item.sequence_id for item in batch.sequences], lens, cu)
+            assert np.array_equal(found.work.items, expected.work.items)
+            checked += 1
+
+    monkeypatch.setattr(overhead, "Planning", Checked)
+    config = overhead.Config(num_requests=10, num_turns=5, mean_output_tokens=40.0)
+    overhead.measure(config, overhead.sharegpt(config, 5), ("llama-2-7b", "a10g"), 16, 2)
+    assert checked > 50
