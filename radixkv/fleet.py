@@ -113,7 +113,7 @@ class Fleet:
     ) -> None:
         self.now_s = 0.0
         self.num_moved = 0
-        self.router = make_router(router, **options)
+        self.router = make_router(router, clock=lambda: self.now_s, **options)
         self._make_simulator = make_simulator
         self._health_timeout_s = health_timeout_s
         self._replicas: dict[str, _Replica] = {}

@@ -14,36 +14,37 @@ from radixkv.routing.marks import mark_request
 from radixkv.routing.router import Assignment, Replica, Router
 from radixkv.tokens import TOKEN_BYTES
 
+Clock = Callable[[], float]
 MEMORY_TOKENS = 2**24  # work of a replica, in the mean, after which all of it counts half
 
 
 class RoundRobin(Router):
     """One after the other."""
 
-    def __init__(self, replicas: Iterable[str] = ()) -> None:
-        super().__init__(replicas)
+    def __init__(self, replicas: Iterable[str] = (), *, clock: Clock = time.monotonic) -> None:
+        super().__init__(replicas, clock=clock)
         self._turns = count()
 
-    def _choose(self, key: bytes, namespace: Namespace | None) -> tuple[Replica, int, float]:
-        return self._open[next(self._turns) % len(self._open)], 0, 0.0
+    def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
+        return self._open[next(self._turns) % len(self._open)], 0
 
 
 class RandomChoice(Router):
     """Any, by a seeded draw."""
 
-    def __init__(self, replicas: Iterable[str] = (), *, seed: int = 0) -> None:
-        super().__init__(replicas)
+    def __init__(self, replicas: Iterable[str] = (), *, seed: int = 0, clock: Clock = time.monotonic) -> None:
+        super().__init__(replicas, clock=clock)
         self._rng = Random(seed)
 
-    def _choose(self, key: bytes, namespace: Namespace | None) -> tuple[Replica, int, float]:
-        return self._rng.choice(self._open), 0, 0.0
+    def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
+        return self._rng.choice(self._open), 0
 
 
 class LeastLoaded(Router):
     """Fewest tokens waiting to be computed; of equals, who has fewest requests, then who has computed least."""
 
-    def _choose(self, key: bytes, namespace: Namespace | None) -> tuple[Replica, int, float]:
-        return min(self._open, key=_load), 0, 0.0
+    def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
+        return min(self._open, key=_load), 0
 
 
 class ConsistentHash(Router):
@@ -53,18 +54,20 @@ class ConsistentHash(Router):
         prefix_tokens: hashed; what all requests begin with must be shorter, or one replica gets everything.
     """
 
-    def __init__(self, replicas: Iterable[str] = (), *, prefix_tokens: int = 256) -> None:
+    def __init__(
+        self, replicas: Iterable[str] = (), *, prefix_tokens: int = 256, clock: Clock = time.monotonic
+    ) -> None:
         if prefix_tokens < 1:
             raise ValueError(f"prefix_tokens: expected an int >= 1, got {prefix_tokens}")
-        super().__init__(replicas)
+        super().__init__(replicas, clock=clock)
         self._prefix_tokens = prefix_tokens
 
-    def _choose(self, key: bytes, namespace: Namespace | None) -> tuple[Replica, int, float]:
+    def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
         key = key[: self._prefix_tokens * TOKEN_BYTES]
         if namespace is not None:
             key = mark_request(key, namespace, 1)
         prefix = blake2b(key, digest_size=16).digest()
-        return max(self._open, key=lambda replica: blake2b(prefix + replica.name.encode()).digest()), 0, 0.0
+        return max(self._open, key=lambda replica: blake2b(prefix + replica.name.encode()).digest()), 0
 
 
 class _Indexed(Router):
@@ -78,7 +81,10 @@ class _Indexed(Router):
         follows_events: whether `apply` will be called with the events of each replica.
         max_blocks: remembered of each replica; about its pool, where nothing else says what it has evicted.
         max_age_s: what was sent is forgotten after so long unused, without events.
-        clock: seconds.
+
+    Attributes:
+        held: what events told; None without.
+        sent: what was sent, as far as it counts.
     """
 
     def __init__(
@@ -89,15 +95,15 @@ class _Indexed(Router):
         follows_events: bool = True,
         max_blocks: int | None = None,
         max_age_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         if follows_events and max_age_s is not None:
             raise ValueError("max_age_s: expected None with follows_events, as the events tell what is gone")
-        self._clock, self._max_age_s = clock, max_age_s
+        self._max_age_s = max_age_s
         self.held = FleetIndex(block_size, max_blocks=max_blocks, clock=clock) if follows_events else None
         self.sent = FleetIndex(block_size, max_blocks=None if follows_events else max_blocks, clock=clock)
         self._indexes = [self.sent] if self.held is None else [self.sent, self.held]
-        super().__init__(replicas)
+        super().__init__(replicas, clock=clock)
 
     def add_replica(self, name: str) -> None:
         super().add_replica(name)
@@ -114,8 +120,7 @@ class _Indexed(Router):
         if self.held is not None:
             self.held.apply(name, event)
 
-    def _choose(self, key: bytes, namespace: Namespace | None) -> tuple[Replica, int, float]:
-        now_s = self._clock()
+    def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
         if self.held is not None:
             oldest = next(iter(self._in_flight), None)
             self.sent.expire(now_s if oldest is None else oldest.routed_s)
@@ -126,7 +131,7 @@ class _Indexed(Router):
             _fill(matched, index.match(key, namespace))
         replica = self._best(len(key) // TOKEN_BYTES, matched)
         self.sent.add(replica.name, key, namespace)
-        return replica, matched[replica.slot], now_s
+        return replica, matched[replica.slot]
 
     def _best(self, num_tokens: int, matched: list[int]) -> Replica:
         raise NotImplementedError

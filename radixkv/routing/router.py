@@ -8,8 +8,9 @@
 Called by `radixkv.fleet` and `radixkv.ray_replicas`. A subclass chooses; nothing here blocks.
 """
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from radixkv.cache.base import check_count
@@ -70,9 +71,11 @@ class Router(ABC):
 
     Args:
         replicas: names; more may come and go.
+        clock: seconds.
     """
 
-    def __init__(self, replicas: Iterable[str] = ()) -> None:
+    def __init__(self, replicas: Iterable[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._replicas: dict[str, Replica] = {}
         self._open: list[Replica] = []  # those that take requests
         self._in_flight: dict[Assignment, None] = {}  # oldest first
@@ -140,7 +143,8 @@ class Router(ABC):
             raise ValueError("token_ids: expected at least one token, got none")
         if not self._open:
             raise NoReplicas(f"expected a replica that takes requests, got {len(self._replicas)} that drain")
-        replica, num_cached, now_s = self._choose(key, namespace)
+        now_s = self._clock()
+        replica, num_cached = self._choose(key, namespace, now_s)
         num_tokens = len(key) // TOKEN_BYTES
         assignment = Assignment(replica.name, num_tokens, min(num_cached, num_tokens - 1), now_s)
         replica.queued_tokens += assignment.num_to_compute
@@ -173,5 +177,5 @@ class Router(ABC):
             self._replicas[assignment.replica].num_requests -= 1
 
     @abstractmethod
-    def _choose(self, key: bytes, namespace: Namespace | None) -> tuple[Replica, int, float]:
-        """Returns one of `_open`, how many of the tokens it is thought to have cached, and the time."""
+    def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
+        """Returns one of `_open`, and how many of the tokens it is thought to have cached."""

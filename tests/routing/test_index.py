@@ -111,7 +111,7 @@ class Channel:
             self.follower.receive(*log.flush())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]), st.sampled_from([3, 10_000]))
 def test_events_dropped_doubled_and_reordered(seed, block_size, num_kept):
     rng = random.Random(seed)

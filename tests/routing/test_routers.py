@@ -50,8 +50,8 @@ def ticking():
 
 def make(name, replicas, block_size=4, **options):
     if name in INDEXED:
-        options |= {"block_size": block_size, "clock": ticking()}
-    return make_router(name, replicas, **options)
+        options |= {"block_size": block_size}
+    return make_router(name, replicas, clock=ticking(), **options)
 
 
 @pytest.fixture(params=ROUTERS)
