@@ -68,6 +68,7 @@ ARROWS = {
         "radixkv.step_stats",
         "radixkv.workloads",
     },
+    "radixkv.ray_replicas": {"radixkv.cache", "radixkv.engine", "radixkv.request", "radixkv.routing"},
     "radixkv.model_shapes": set(),
     "radixkv_kernels": set(),
     "experiments": {"radixkv", "radixkv_kernels"},
