@@ -154,7 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = replace(config, longest=600, every=256, all_below=20, num_requests=3, limit=200)
     distances = config.distances()
     with progress("distances", len(distances) * len(config.block_sizes) * len(NAMES)) as bar:
-        rows = [row for row in run_distances(config) if bar.advance(bar.task_ids[0]) is None]
+        rows = []
+        for row in run_distances(config):
+            rows.append(row)
+            bar.advance(bar.task_ids[0])
     trace_rows = [row for path in config.trace for row in run_trace(path, config)]
     print_table(f"{config.num_requests} requests that share d tokens, over {len(distances)} d", SUMMARY, summary(rows))
     if trace_rows:

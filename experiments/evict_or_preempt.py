@@ -16,6 +16,7 @@ from experiments.harness import Row, console, parser, print_table, save
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
 from radixkv.request import Request, SamplingParams
+from radixkv.running import RunningSequences
 from radixkv.scheduler import Scheduler, SchedulerConfig
 from radixkv.sequence import Sequence as Running
 
@@ -34,18 +35,25 @@ class Config:
     seed: int = 7
 
 
-class PreemptFirst(Scheduler):
-    """The same scheduler, but it evicts only what no preemption could spare."""
+class Preempting(RunningSequences):
+    """Evicts only what no preemption could spare."""
 
-    def _grow(self, sequence: Running, num_tokens: int) -> bool:
+    def grow(self, sequence: Running, num_tokens: int) -> bool:
         assert sequence.blocks is not None
         missing = -(-num_tokens // self.block_size) - len(sequence.blocks.block_table)
         while missing > self.manager.allocator.num_free:
-            victim = self._victim(sequence)
+            victim = self.victim(sequence)
             if victim is None:
                 break
-            self._preempt(victim)
-        return super()._grow(sequence, num_tokens)
+            self.preempt(victim)
+        return super().grow(sequence, num_tokens)
+
+
+class PreemptFirst(Scheduler):
+    """The same scheduler with the other rule."""
+
+    def _make_running(self) -> RunningSequences:
+        return Preempting(self.manager, self.waiting.add)
 
 
 def run(config: Config) -> list[Row]:

@@ -99,7 +99,7 @@ def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row]) -> 
         title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE, padding=(0, 1)
     )
     for heading in columns:
-        is_text = heading in ("trace", "cache", "operation")
+        is_text = heading in ("trace", "cache", "operation", "variant", "workload")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, overflow="fold")
     for row in rows:
         table.add_row(*(form.format(**row) for form in columns.values()))

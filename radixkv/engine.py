@@ -89,6 +89,8 @@ class Engine:
         max_num_seqs: int = 256,
         order: str = "longest_prefix",
         max_overtakes: int = 256,
+        queue_aware: bool = False,
+        policy: str = "lru",
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Engine:
@@ -98,6 +100,8 @@ class Engine:
             path_or_preset: a Hugging Face folder, a .gguf file, or "tiny_gpt".
             cache: radix, flat_hash, null, or a cache of your own.
             num_blocks: blocks in the pool; None: as many as fit into 1 GiB.
+            policy: radix by name alone: what it evicts first (`radixkv.cache.eviction`).
+            order, max_overtakes, queue_aware: as of `SchedulerConfig`.
             device: None: a GPU where there is one.
             deterministic: every logit the same bits whatever is cached, batched or chunked; None: on a CPU.
             seed: of a preset's weights.
@@ -109,7 +113,7 @@ class Engine:
         checkpoint = load_checkpoint(path_or_preset, dtype=dtype, device=device, seed=seed)
         config = checkpoint.model.config
         if isinstance(cache, str):
-            cache = CacheConfig(cache, block_size).make()
+            cache = CacheConfig(cache, block_size, policy=policy).make()
         if num_blocks is None:
             dtype = checkpoint.model.weights.embedding.dtype
             num_blocks = max(DEFAULT_KV_BYTES // kv_bytes_per_block(config, cache.block_size, dtype), 1)
@@ -120,7 +124,7 @@ class Engine:
             device=device,
             deterministic=device.type == "cpu" if deterministic is None else deterministic,
         )
-        limits = SchedulerConfig(max_num_batched_tokens, max_num_seqs, order, max_overtakes)
+        limits = SchedulerConfig(max_num_batched_tokens, max_num_seqs, order, max_overtakes, queue_aware)
         scheduler = Scheduler(KVManager(cache, num_blocks), limits)
         tokenizer = checkpoint.tokenizer
         return cls(runner, scheduler, tokenizer=tokenizer, eos_token_ids=config.eos_token_ids, clock=clock)
@@ -134,12 +138,16 @@ class Engine:
         *,
         request_id: str | None = None,
         namespace: Namespace | None = None,
+        priority: int = 0,
+        keep_steps: int = 0,
     ) -> str:
         """Takes a request in; it is scheduled from the next step on. May be called from any thread.
 
         Args:
             prompt: a text, token ids, or messages for the checkpoint's chat template.
             request_id: None: a number that is not in use.
+            priority: higher ones start first, within the bound on how long anything waits (`radixkv.waiting`).
+            keep_steps: when it has ended, its prefix is evicted after all else for so many steps.
 
         Returns:
             Its request_id.
@@ -168,7 +176,7 @@ class Engine:
         with self._adding:
             if request_id is None:
                 request_id = next(name for name in map(str, self._names) if name not in self._generations)
-            request = Request(request_id, tuple(token_ids), params, namespace)
+            request = Request(request_id, tuple(token_ids), params, namespace, priority, keep_steps)
             self.scheduler.check_fits(request)
             if request_id in self._generations:
                 raise ValueError(f"request_id: expected one that is not in use, got {request_id!r}")

@@ -130,12 +130,24 @@ class Request:
         request_id: unique among the unfinished ones.
         prompt_token_ids: [>= 1]; an array is not copied to Python's numbers.
         namespace: what its KV depends on, or is to be kept apart by.
+        priority: higher ones start first, within the bound on how long anything waits (`radixkv.waiting`).
+        keep_steps: when it has ended, its prefix is evicted after all else for so many steps; but evicted all the same
+            where only such is left.
+
+    Raises:
+        ValueError: a hint is out of range, by name.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...] | np.ndarray
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     namespace: Namespace | None = None
+    priority: int = 0
+    keep_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check("priority", self.priority, "an int", _is_int(self.priority))
+        _check("keep_steps", self.keep_steps, "an int >= 0", _is_int(self.keep_steps) and self.keep_steps >= 0)
 
 
 def _is_int(value: Any) -> bool:

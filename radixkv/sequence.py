@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from radixkv.cache.watch import Watch
 from radixkv.kv_manager import SequenceBlocks
 from radixkv.request import Request
 
@@ -18,6 +19,7 @@ class Sequence:
         token_ids: [capacity] int32; the first num_tokens of them are the prompt and what was generated.
         num_computed: tokens whose KV an earlier step computed, or the cache had.
         blocks: None while it waits.
+        watch: while it waits, how much of it is cached; None where nobody asks.
         num_cached_tokens: of the prompt, found in the cache at its first admission; None before it.
     """
 
@@ -37,6 +39,7 @@ class Sequence:
         "step",
         "target",
         "token_ids",
+        "watch",
     )
 
     def __init__(self, sequence_id: int, arrival: tuple[int, int], request: Request, sample: int) -> None:
@@ -51,6 +54,7 @@ class Sequence:
         self.num_computed = 0
         self.target = 0  # num_computed once the present step is committed
         self.blocks: SequenceBlocks | None = None
+        self.watch: Watch | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.step = -1  # the last in which it was scheduled

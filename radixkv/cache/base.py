@@ -12,14 +12,19 @@ One step, in order::
     cache.release(lease, tail)                  # the request has ended
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from radixkv.cache.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, TokenIds, has_negative, pack, unpack
+
+if TYPE_CHECKING:
+    from radixkv.cache.watch import Rank, Watch
 
 Blocks = np.ndarray  # [n] int32 block ids
 NO_BLOCKS: Blocks = np.empty(0, np.int32)
@@ -160,6 +165,26 @@ class PrefixCache(Protocol):
 
         Events are those of `radixkv.cache.events`, numbered from 0 for each subscriber. Returns what ends it.
         """
+        ...
+
+    def watch(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace | None = None,
+        *,
+        rank: Rank | None = None,
+        changed: Callable[[], None] | None = None,
+    ) -> Watch:
+        """Follows how many of these tokens are cached in whole blocks, and pins nothing.
+
+        Args:
+            rank: where given, what it matches is evicted after all that no such watch matches, the lowest rank first.
+            changed: called whenever the number has changed. It must not call the cache.
+        """
+        ...
+
+    def unwatch(self, watch: Watch) -> None:
+        """Ends a watch, exactly once."""
         ...
 
     @property

@@ -30,8 +30,10 @@ from radixkv.cache.block_content import BlockContents
 from radixkv.cache.block_map import BlockMap
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.free_queue import FreeQueue
+from radixkv.cache.hash_watch import HashWatches
 from radixkv.cache.hashing import CRYPTOGRAPHIC, BlockHasher, Parts
 from radixkv.cache.namespace import Namespace, parts
+from radixkv.cache.watch import Rank, Watch
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack, unpack
 
 
@@ -98,6 +100,7 @@ class FlatHashCache:
         self._block_bytes = TOKEN_BYTES * block_size
         self._map = BlockMap()
         self._queue = FreeQueue()
+        self._watches = HashWatches(self._map.held, block_size)
         self._leases: dict[Lease, None] = {}
         self._fresh: dict[int, None] = {}  # blocks inserted since the last commit, in order
         self._contents = BlockContents(block_size) if verify else None
@@ -157,6 +160,8 @@ class FlatHashCache:
             self._contents.keep(self._map, cursor.blocks, hashes, packed, cursor.parts, ids)
         self._map.add(hashes, ids)
         self._queue.pin(ids)
+        if self._watches:
+            self._watches.added(hashes)
         self._fresh.update(dict.fromkeys(ids))
         cursor.blocks += ids
         cursor.missed_hash = None
@@ -226,7 +231,8 @@ class FlatHashCache:
 
     def evict(self, num_blocks: int) -> Blocks:
         """Gives up the first blocks of the queue, in order. Returns [<= num_blocks] int32. O(num_blocks)."""
-        blocks = self._queue.take(check_count("num_blocks", num_blocks))
+        spared = self._rank if self._watches else None
+        blocks = self._queue.take(check_count("num_blocks", num_blocks), spared)
         self._forget(blocks)
         if self._fresh:
             for block in blocks:
@@ -234,6 +240,35 @@ class FlatHashCache:
         if self._events.active:
             self._events.removed(blocks)
         return np.array(blocks, np.int32)
+
+    def watch(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace | None = None,
+        *,
+        rank: Rank | None = None,
+        changed: Callable[[], None] | None = None,
+    ) -> Watch:
+        """Follows how many of these tokens are cached. Cost: a hash for each block matched, now or later."""
+        packed = pack(token_ids)
+        watch = Watch(packed, namespace is None, rank, None)
+        self._watches.add(watch, self._hashes(_Cursor(parts(namespace)), packed))
+        watch.changed = changed
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """Ends a watch; what nobody wants any longer goes first from now on. O(blocks matched)."""
+        if watch.cursor is None:
+            raise ValueError(f"watch: expected one that has not ended, got {watch!r}")
+        self._let_go(self._watches.remove(watch))
+
+    def _rank(self, block: int) -> Rank | None:
+        return self._watches.rank(self._map.hash_of[block])
+
+    def _let_go(self, hashes: list[bytes]) -> None:
+        for block_hash in hashes:
+            if self._watches.rank(block_hash) is None:
+                self._queue.unspare(self._map.all(block_hash))
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Announces what is committed to `callback(number, event)`, and from then on what changes.
@@ -309,7 +344,11 @@ class FlatHashCache:
         return blocks
 
     def _forget(self, blocks: list[int]) -> None:
+        hashes = {self._map.hash_of[block] for block in blocks} if self._watches else ()
         self._map.remove(blocks)
+        for block_hash in hashes:
+            if block_hash not in self._map.held:
+                self._let_go(self._watches.removed(block_hash))
         if self._contents is not None:
             for block in blocks:
                 del self._contents[block]
@@ -329,6 +368,7 @@ class FlatHashCache:
         _require(self._fresh.keys() <= hashed.keys(), "a block that is gone counts as fresh")
         self._map.check()
         self._queue.check()
+        self._watches.check()
         if self._contents is not None:
             self._contents.check(hashed, self._hasher)
 

@@ -23,10 +23,11 @@ class LeafOrder:
 
     __slots__ = ("_heap", "_last_entry", "_num_leaves", "_queue")
 
-    def __init__(self) -> None:
+    def __init__(self, first_entry: int = 0) -> None:
         self._queue: deque[tuple[Any, int, Node]] = deque()  # (rank, entry, node): valid while node.entry is entry
         self._heap: list[tuple[Any, int, Node]] = []
-        self._num_leaves = self._last_entry = 0
+        self._num_leaves = 0
+        self._last_entry = first_entry
 
     def __len__(self) -> int:
         return self._num_leaves

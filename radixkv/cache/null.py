@@ -1,5 +1,6 @@
 """NullCache: what no caching costs. The other end of every comparison, and the way to switch caching off."""
 
+from collections.abc import Callable
 from typing import Any
 
 from radixkv.cache.base import (
@@ -16,6 +17,7 @@ from radixkv.cache.base import (
 )
 from radixkv.cache.events import Callback
 from radixkv.cache.namespace import Namespace, parts
+from radixkv.cache.watch import Rank, Watch
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack
 
 
@@ -73,6 +75,21 @@ class NullCache:
     def evict(self, num_blocks: int) -> Blocks:
         check_count("num_blocks", num_blocks)
         return NO_BLOCKS
+
+    def watch(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace | None = None,
+        *,
+        rank: Rank | None = None,
+        changed: Callable[[], None] | None = None,
+    ) -> Watch:
+        """Returns one that stays at 0."""
+        parts(namespace)
+        return Watch(pack(token_ids), namespace is None, rank, changed)
+
+    def unwatch(self, watch: Watch) -> None:
+        watch.changed = None
 
     def subscribe(self, callback: Callback) -> Any:
         """Never calls back. Returns a function that does nothing."""

@@ -32,6 +32,7 @@ from radixkv.cache.namespace import Interner, Namespace
 from radixkv.cache.node import BLOCK_ID_BYTES, Node
 from radixkv.cache.radix_check import check_tree
 from radixkv.cache.tree import RadixTree
+from radixkv.cache.watch import Rank, Watch
 from radixkv.tokens import TOKEN_BYTES, TokenIds, has_negative, pack
 
 
@@ -237,6 +238,29 @@ class RadixCache:
         if self._events.active:
             self._events.removed(evicted)
         return np.array(evicted, np.int32) if evicted else NO_BLOCKS
+
+    # ---- what others follow
+
+    def watch(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace | None = None,
+        *,
+        rank: Rank | None = None,
+        changed: Callable[[], None] | None = None,
+    ) -> Watch:
+        key = pack(token_ids)
+        if namespace is not None:
+            key = self._interner.mark(key, namespace)
+        watch = Watch(key, namespace is None, rank, None)
+        self.tree.watches.add(watch)
+        watch.changed = changed
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        if watch.cursor is None:
+            raise ValueError(f"watch: expected one that has not ended, got {watch!r}")
+        self.tree.watches.remove(watch)
 
     # ---- what it holds
 

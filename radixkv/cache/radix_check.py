@@ -65,8 +65,12 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
         num_pinned += node.num_blocks
         _hold(node.parent is None, "a tail that was replaced hangs nowhere")
     _hold(len(set(blocks)) == len(blocks), "no block is held twice")
-    _hold(sorted(map(id, leaves)) == sorted(map(id, tree.leaves.in_order())), "leaves are the unpinned childless nodes")
-    _hold(len(tree.leaves) == len(leaves), "the count of leaves")
+    ordered = [*tree.leaves.in_order(), *tree.last.in_order()]
+    _hold(sorted(map(id, leaves)) == sorted(map(id, ordered)), "leaves are the unpinned childless nodes")
+    _hold(len(tree.leaves) + len(tree.last) == len(leaves), "the count of leaves")
+    wanted = [leaf for leaf in leaves if (found := tree.watches.wanted(leaf)) and found[0] == len(leaf.span)]
+    _hold(set(wanted) == set(tree.last.in_order()), "what watches with a rank match whole goes last")
+    tree.watches.check()
     _hold(all(node.entry == 0 for node in nodes if node.pins or node.children), "only leaves are in their order")
     if leases is None:
         return

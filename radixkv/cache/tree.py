@@ -13,6 +13,7 @@ import numpy as np
 from radixkv.cache.eviction import Policy
 from radixkv.cache.leaf_order import LeafOrder
 from radixkv.cache.node import BLOCK_ID_BYTES, Node
+from radixkv.cache.watch import TreeWatches
 from radixkv.tokens import TOKEN_BYTES, has_negative
 
 # A node's span is at most so long. A leaf that one lease alone holds is extended in place up to it, then gets a child:
@@ -28,6 +29,8 @@ class RadixTree:
         clock: ticks at every release; all stamps are its values.
         num_blocks: blocks held in all; num_pinned of them are pinned.
         leaves: the unpinned nodes without children, in the order of eviction.
+        last: those of them that watches with a rank match whole; evicted after all others.
+        watches: matches that follow what changes here.
         superseded: unpinned blocks of tails that a fuller block has replaced.
         fresh: nodes that hold blocks inserted since the last commit, as the keys of a dict.
     """
@@ -41,6 +44,9 @@ class RadixTree:
         self.root = Node(b"", b"", None, 0, 0)
         self.root.pins = 1  # never a leaf, and the end of every walk up
         self.leaves = LeafOrder()
+        self.last = LeafOrder(first_entry=-(2**62))  # entries below zero: a node tells which order it is in
+        self.watches = TreeWatches(self)
+        self._watched = self.watches.endings
         self.superseded: list[int] = []
         self.clock = 0
         self._evicted_stamp = 0
@@ -97,6 +103,8 @@ class RadixTree:
             upper.fresh = node.fresh - node.num_blocks
             node.fresh = node.num_blocks
             self.fresh[upper] = None
+        if self._watched:
+            self.watches.split(upper, node)
         return upper
 
     def join(self, upper: Node) -> None:
@@ -120,13 +128,15 @@ class RadixTree:
         node.parent, node.start = upper.parent, upper.start
         node.is_marked |= upper.is_marked
         upper.parent.children[node.span[: self.width]] = node  # the key stays, and with it the order
+        if self._watched:
+            self.watches.joined(upper, node)
 
     # ---- pins
 
     def pin(self, node: Node) -> None:
         """Pins a node and all above it. O(nodes up to the first that is pinned already)."""
         if node.entry:
-            self.leaves.remove(node)
+            self.leave_leaves(node)
         while True:
             node.pins += 1
             if node.pins > 1:
@@ -158,7 +168,7 @@ class RadixTree:
             elif parent.stamp < node.stamp:
                 parent.stamp = node.stamp
             if not node.children:
-                self._enter_leaves(node)
+                self.enter_leaves(node)
             node = parent
 
     def _touch(self, node: Node | None, stamp: int) -> None:
@@ -167,8 +177,14 @@ class RadixTree:
             self.policy.touch(node, stamp)
             node = node.parent
 
-    def _enter_leaves(self, node: Node) -> None:
+    def leave_leaves(self, node: Node) -> None:
+        (self.leaves if node.entry > 0 else self.last).remove(node)
+
+    def enter_leaves(self, node: Node) -> None:
         rank: Any
+        if self._watched and (wanted := self.watches.wanted(node)) and wanted[0] == len(node.span):
+            self.last.add(node, wanted[1])
+            return
         if not self._is_lru:
             rank = self.policy.rank(node)
         elif len(node.span) >= self.width:
@@ -186,6 +202,14 @@ class RadixTree:
         """Puts whole blocks after a node, where nothing goes on with them; returns the node that ends with them."""
         self.num_blocks += len(blocks) // BLOCK_ID_BYTES
         self.num_pinned += len(blocks) // BLOCK_ID_BYTES
+        if self._watched and node in self._watched:
+            after, key, end = node, span[: self.width], node.start * TOKEN_BYTES + len(node.span)
+            last = self._append(node, span, blocks, is_plain)
+            self.watches.grown(after, end, key)
+            return last
+        return self._append(node, span, blocks, is_plain)
+
+    def _append(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:
         if node.children:
             self._supersede(node.tail_before(span))
         # New blocks of another age than the node's would be evicted in its turn, where the policy tells ages apart.
@@ -253,13 +277,15 @@ class RadixTree:
         evicted = self.superseded[:num_blocks]
         del self.superseded[: len(evicted)]
         needed = num_blocks - len(evicted)
-        while needed and (first := self.leaves.first()):
+        while needed and (first := self.leaves.first() or self.last.first()):
             rank, node = first
             self._evicted_stamp = node.stamp
-            if not self._is_lru:
+            if not self._is_lru and node.entry > 0:
                 self.policy.evicted(rank)
             size = len(node.blocks) // BLOCK_ID_BYTES
             kept = max(size - needed, 0)
+            if self._watched and node.entry > 0 and (wanted := self.watches.wanted(node)):
+                kept = max(kept, wanted[0] // self.width)  # what goes on after that first
             needed -= size - kept
             evicted.extend(reversed(np.frombuffer(node.blocks, np.int32, size - kept, kept * BLOCK_ID_BYTES).tolist()))
             if kept:
@@ -267,8 +293,8 @@ class RadixTree:
                 node.fresh = max(node.fresh - (size - kept), 0)
                 if not node.fresh:
                     self.fresh.pop(node, None)
-                break
-            self.leaves.remove(node)
+                continue
+            self.leave_leaves(node)
             self.fresh.pop(node, None)
             node.fresh = 0
             self._unlink(node)
@@ -283,7 +309,11 @@ class RadixTree:
         nodes = list(self.fresh)
         for node in nodes:
             if node.entry:
-                self.leaves.remove(node)
+                self.leave_leaves(node)
+        if self._watched:
+            for node in sorted(nodes, key=lambda node: -node.start):  # before a parent is taken from its children
+                if node.fresh == node.num_blocks and node.parent is not None:
+                    self.watches.cut(node, node.parent)
         taken = []
         cut = []  # what is left of them, and their parents: may be leaves now
         for node in nodes:
@@ -303,7 +333,7 @@ class RadixTree:
                 node.parent = None
         for node in dict.fromkeys(cut):
             if node.parent is not None and not node.pins and not node.children:
-                self._enter_leaves(node)
+                self.enter_leaves(node)
         self.fresh.clear()
         return taken
 
@@ -312,11 +342,15 @@ class RadixTree:
         node.span = node.span[: num_blocks * self.width]
         if node.is_marked:
             node.is_marked = has_negative(node.span)
+        if self._watched:
+            self.watches.cut(node, node)
 
     def _unlink(self, leaf: Node) -> None:
         """Takes an unpinned leaf out; its parent may be a leaf now."""
         parent = leaf.parent
         assert parent is not None
         parent.remove_child(leaf.span[: self.width])
+        if self._watched:
+            self.watches.cut(leaf, parent)
         if not parent.pins and not parent.children:
-            self._enter_leaves(parent)
+            self.enter_leaves(parent)

@@ -6,7 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from experiments import divergence, hit_rate_effect, overhead
+from experiments import ablation, calibrate, divergence, hit_rate_effect, overhead
+from radixkv.simulate import Simulator, at_once, run
 
 
 def rows_of(path):
@@ -113,3 +114,53 @@ def test_the_plans_are_those_of_the_batches(monkeypatch):
     config = overhead.Config(num_requests=10, num_turns=5, mean_output_tokens=40.0)
     overhead.measure(config, overhead.sharegpt(config, 5), ("llama-2-7b", "a10g"), 16, 2)
     assert checked > 50
+
+
+def test_publishing_at_commit_shares_nothing_within_a_step():
+    config = ablation.Config(num_open=8)
+    (first,) = ablation.workload("few_shot", 1, config)
+    requests = [first] * 6
+
+    class Slow:
+        def step_s(self, load):
+            return 1.0
+
+    hits = {}
+    for variant in ablation.VARIANTS:
+        scheduler = ablation.make_scheduler(variant, config, 1000, max_num_batched_tokens=10_000)
+        checked = []
+
+        def on_step(stats, scheduler=scheduler, checked=checked):
+            scheduler.manager.check()
+            checked.append(stats)
+
+        run(Simulator(scheduler, Slow(), on_step=on_step), at_once(requests))
+        assert checked
+        hits[variant.name] = scheduler.num_hit_tokens
+    whole = (first.num_prompt_tokens - 1) // 16 * 16
+    # Without in-batch sharing six equal prompts in one step are computed six times; with it, once.
+    assert all(count == (5 * whole if "sharing" in name or "tree att" in name else 0) for name, count in hits.items())
+
+
+def test_ablation_measures_equal_answers(tmp_path):
+    ablation.main(["--smoke", "--out", str(tmp_path)])
+    rows = rows_of(tmp_path / "ablation.json")
+    assert len(rows) == 2 * len(ablation.VARIANTS)
+    by_name = {(row["workload"], row["variant"]): row for row in rows}
+    for workload in ("few_shot", "multi_turn"):
+        assert by_name[workload, "no cache"]["hit_rate"] == 0
+        full = by_name[workload, "+ tree attention"]
+        assert (
+            full["hit_rate"] > 0.3 and full["request_throughput"] > by_name[workload, "no cache"]["request_throughput"]
+        )
+    measured = json.loads((tmp_path / "ablation.json").read_text())["measured"]
+    assert measured[0]["hit_rate"] == 0 < measured[1]["hit_rate"] <= measured[-1]["hit_rate"]
+
+
+@pytest.mark.slow
+def test_calibration_comes_near(tmp_path):
+    """Hits are the engine's exactly; times are a fit's, on a machine that others use too, so the bounds are wide."""
+    calibrate.main(["--smoke", "--out", str(tmp_path)])
+    for row in rows_of(tmp_path / "calibrate.json"):
+        assert row["num_cached_tokens_simulated"] == row["num_cached_tokens_measured"]
+        assert abs(row["busy_s_error"]) < 0.5

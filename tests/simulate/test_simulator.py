@@ -24,6 +24,9 @@ from radixkv.workloads import TraceRequest, open_workload
 CACHES = {"radix": RadixCache, "flat_hash": lambda size: FlatHashCache(size, verify=True), "null": NullCache}
 
 
+LIMITS = ("max_num_batched_tokens", "max_num_seqs", "order", "max_overtakes")
+
+
 class SlowInTokens:
     """A cost model that is easy to reckon with: a second a step, and one for each token."""
 
@@ -32,7 +35,7 @@ class SlowInTokens:
 
 
 def make(cache=None, num_blocks=200, cost=None, **options):
-    config = {k: options.pop(k) for k in list(options) if k in SchedulerConfig.__slots__}
+    config = {k: options.pop(k) for k in list(options) if k in LIMITS}
     scheduler = Scheduler(KVManager(cache or RadixCache(16), num_blocks), SchedulerConfig(**config))
     return Simulator(scheduler, cost or SlowInTokens(), **options)
 

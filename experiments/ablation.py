@@ -1,0 +1,222 @@
+"""Which part of the design earns what? From no cache to all of it, one part at a time.
+
+After figure 8 (c) of the RadixAttention paper (2312.07104), with our additions: no cache; the flat hash (no tree);
+radix first come first served, random, and longest prefix first; then with ageing (`max_overtakes`), with queue-aware
+eviction, with in-batch sharing (published when scheduled and not when computed, and waited for), with tree attention.
+Simulated for Llama-3-8B on an H100, in a pool of max(25 % of the unique tokens, twice the longest request), and
+measured with tiny_gpt on this CPU in CPU time, where all variants must generate the same tokens. Expected: each part
+serves more than the one before or as much, but ageing, which pays for its bound on the longest wait.
+
+    python -m experiments.ablation              about two minutes
+    python -m experiments.ablation --smoke
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from experiments.ablation_report import COLUMNS, MEASURED, plot
+from experiments.harness import Row, console, parser, print_table, progress, save
+from radixkv.kv_manager import KVManager, SequenceBlocks
+from radixkv.replay import CacheConfig, Replay
+from radixkv.running import RunningSequences
+from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.sequence import Sequence as Running
+from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
+from radixkv.tokens import TokenIds, pack, unpack
+from radixkv.workloads import TraceRequest, open_workload
+
+NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is switched on."""
+
+    name: str
+    cache: str = "radix"
+    order: str = "longest_prefix"
+    max_overtakes: int = NEVER
+    queue_aware: bool = False
+    in_batch: bool = False
+    tree_attention: bool = False
+
+
+VARIANTS = (
+    Variant("no cache", cache="null", order="fcfs"),
+    Variant("flat hash (no tree)", cache="flat_hash", order="fcfs"),
+    Variant("radix, first come", order="fcfs"),
+    Variant("radix, random", order="random"),
+    Variant("radix, longest prefix"),
+    Variant("+ ageing", max_overtakes=64),
+    Variant("+ queue-aware eviction", max_overtakes=64, queue_aware=True),
+    Variant("+ in-batch sharing", max_overtakes=64, queue_aware=True, in_batch=True),
+    Variant("+ tree attention", max_overtakes=64, queue_aware=True, in_batch=True, tree_attention=True),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Workloads with their sizes; `num_open` sessions at once, a request without a session being one by itself."""
+
+    model: str = "llama-3-8b"
+    gpu: str = "h100-sxm"
+    workloads: tuple[tuple[str, int], ...] = (
+        ("few_shot", 400),
+        ("tree_of_thought", 800),
+        ("multi_turn", 400),
+        ("agent", 240),
+        ("document_qa", 200),
+    )
+    num_open: int = 64
+    block_size: int = 16
+    num_measured: int = 24
+    measured_blocks: int = 160
+    seed: int = 0
+
+
+class PublishAtCommit(KVManager):
+    """The same manager, but what a step computes can be matched when it has run and not before."""
+
+    def __init__(self, cache: Any, num_blocks: int) -> None:
+        super().__init__(cache, num_blocks)
+        self._held: list[tuple[SequenceBlocks, bytes, int]] = []
+
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
+        self._held.append((sequence, pack(token_ids), start))
+        return 0
+
+    def commit(self) -> None:
+        super().commit()
+        for sequence, tokens, start in self._held:
+            super().publish(sequence, tokens, start=start)
+        self._held.clear()
+        super().commit()
+
+    def withdraw(self) -> None:
+        self._held.clear()
+        super().withdraw()
+
+
+class Apart(RunningSequences):
+    """Running sequences for which nobody waits."""
+
+    def computes_for(self, sequence: Running) -> bool:
+        return False
+
+
+class ApartScheduler(Scheduler):
+    """A scheduler without in-batch sharing, over a manager that publishes at commit."""
+
+    def _make_running(self) -> RunningSequences:
+        return Apart(self.manager, self.waiting.add)
+
+
+def make_scheduler(variant: Variant, config: Config, num_blocks: int, **limits: int) -> Scheduler:
+    """Returns the scheduler of a variant over its manager and cache."""
+    cache = CacheConfig(variant.cache, config.block_size, hash_algorithm="xxhash").make()
+    options = SchedulerConfig(
+        order=variant.order,
+        max_overtakes=variant.max_overtakes,
+        queue_aware=variant.queue_aware and variant.cache == "radix",
+        seed=config.seed,
+        **limits,
+    )
+    if variant.in_batch:
+        return Scheduler(KVManager(cache, num_blocks), options)
+    return ApartScheduler(PublishAtCommit(cache, num_blocks), options)
+
+
+def workload(name: str, count: int, config: Config, **sizes: Any) -> list[TraceRequest]:
+    """Returns the first requests of a workload; only those that grow by what was answered are in sessions."""
+    made = open_workload(name, seed=config.seed, limit=count, **sizes)
+    grows = name in ("multi_turn", "agent")
+    return [request if grows else replace(request, session=None) for request in made]
+
+
+def pool_blocks(requests: Iterable[TraceRequest], block_size: int) -> int:
+    """Returns max(25 % of the unique tokens, twice the longest request) in blocks."""
+    replay, longest = Replay(CacheConfig("radix", 1), cache_outputs=True), 0
+    for request in requests:
+        replay.feed(request.prompt, request.output)
+        longest = max(longest, request.num_prompt_tokens + request.num_output_tokens)
+    return -(-max(replay.peak_blocks // 4, 2 * longest) // block_size)
+
+
+def simulate(config: Config, name: str, requests: Sequence[TraceRequest]) -> list[Row]:
+    """Serves a workload with every variant in virtual time."""
+    num_blocks = pool_blocks(requests, config.block_size)
+    num_open = config.num_open if requests[0].session else len(requests)
+    rows = []
+    for variant in VARIANTS:
+        cost = Roofline.of(config.model, config.gpu, tree_attention=variant.tree_attention)
+        simulator = Simulator(make_scheduler(variant, config, num_blocks), cost)
+        row = summarize(run(simulator, ClosedLoop(requests, num_open)).served)
+        shared = simulator.num_kv_tokens / max(simulator.num_unique_kv_tokens, 1)
+        rows.append({"workload": name, "variant": variant.name, "num_blocks": num_blocks, "kv_shared": shared, **row})
+    for row in rows:
+        row["speedup"] = row["request_throughput"] / rows[0]["request_throughput"]
+    return rows
+
+
+def measure(config: Config) -> list[Row]:
+    """Serves a small workload on tiny_gpt with every variant that the engine has; in CPU time of its thread.
+
+    Raises:
+        AssertionError: two variants generated different tokens.
+    """
+    import torch
+
+    from radixkv.engine import Engine
+    from radixkv.request import SamplingParams
+
+    torch.set_num_threads(1)
+    sizes = {"num_tasks": 3, "vocab_size": 250, "output_tokens": 8}
+    requests = workload("few_shot", config.num_measured, config, **sizes)
+    runner = Engine.from_pretrained("tiny_gpt", num_blocks=config.measured_blocks, block_size=config.block_size).runner
+    rows: list[Row] = []
+    answers = []
+    for variant in VARIANTS:
+        if variant.tree_attention:  # the engine's batches are not planned
+            continue
+        scheduler = make_scheduler(variant, config, config.measured_blocks, max_num_batched_tokens=512)
+        engine = Engine(runner, scheduler)
+        started = time.thread_time()
+        outputs = engine.generate(
+            [unpack(request.prompt).tolist() for request in requests], SamplingParams(max_tokens=8, ignore_eos=True)
+        )
+        seconds = time.thread_time() - started
+        num_prompt = sum(request.num_prompt_tokens for request in requests)
+        hits = sum(output.num_cached_tokens for output in outputs) / num_prompt
+        rows.append({"variant": variant.name, "cpu_s": seconds, "hit_rate": hits})
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert all(answer == answers[0] for answer in answers), "the variants generated different tokens"
+    for row in rows:
+        row["speedup"] = rows[0]["cpu_s"] / row["cpu_s"]
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser("ablation", __doc__, "ablation.json and ablation.png")
+    options.add_argument("--smoke", action="store_true", help="a few seconds, too short to quote")
+    given = options.parse_args(arguments)
+    config = Config()
+    if given.smoke:
+        config = replace(config, workloads=(("few_shot", 30), ("multi_turn", 20)), num_open=8, num_measured=2)
+    rows = []
+    with progress("ablation", len(config.workloads) + 1) as bar:
+        for name, count in config.workloads:
+            rows += simulate(config, name, workload(name, count, config))
+            bar.advance(bar.task_ids[0])
+        measured = measure(config)
+        bar.advance(bar.task_ids[0])
+    print_table(f"{config.model} on {config.gpu}, simulated", COLUMNS, rows)
+    print_table(f"tiny_gpt on this CPU, {config.num_measured} few-shot requests, the same tokens", MEASURED, measured)
+    path = save(given.out, "ablation", asdict(config), rows, measured=measured)
+    plot(rows, measured, given.out / "ablation.png")
+    console.print(path, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
