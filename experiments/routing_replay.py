@@ -19,10 +19,11 @@ INDEXED = ("longest_match", "cache_aware")
 
 @dataclass(frozen=True)
 class Source:
-    """Where requests come from, and in what blocks their KV lies."""
+    """Where requests come from, in what blocks their KV lies, and how many each replica has in the bounded pool."""
 
     name: str
     file: str | None
+    pool_blocks: int
     block_size: int = 16
     limit: int | None = None
 
@@ -35,11 +36,11 @@ class Source:
 SOURCES = {
     source.name: source
     for source in (
-        Source("tau_bench", "tau_bench_airline.conversations.jsonl"),
-        Source("mini_swe", "mini_swe_agent.conversations.jsonl"),
-        Source("mooncake", "mooncake_conversation.jsonl", 512),
-        Source("bbh", "bbh_3shot.requests.jsonl"),
-        Source("chat", None),
+        Source("tau_bench", "tau_bench_airline.conversations.jsonl", 16_000),
+        Source("mini_swe", "mini_swe_agent.conversations.jsonl", 16_000),
+        Source("mooncake", "mooncake_conversation.jsonl", 10_000, 512),
+        Source("bbh", "bbh_3shot.requests.jsonl", 3_000),
+        Source("chat", None, 2_000),
     )
 }
 

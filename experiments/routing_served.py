@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from experiments.harness import Row, progress
+from experiments.harness import Row
 from experiments.routing_replay import INDEXED, Source
 from radixkv.cache.radix import RadixCache
 from radixkv.fleet import Fleet
@@ -41,8 +41,7 @@ def serve(source: Source, requests: Iterable[TraceRequest], router: str, count: 
         return Simulator(Scheduler(manager), cost, **hooks)
 
     fleet = Fleet(router, make_simulator, num_replicas=count, **options)
-    with progress(f"serving {source.name}: {router}", None) as bar:
-        result = run(fleet, _arrivals(source, requests, count), on_ended=lambda n: bar.advance(bar.task_ids[0], n))
+    result = run(fleet, _arrivals(source, requests, count))
     found = summarize(result.served)
     busy = [fleet.simulator(name).busy_s for name in fleet.names]
     work = [replica.work_tokens for replica in fleet.router.replicas]

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from experiments.route_cost import run as route_cost
 from radixkv.cache.namespace import LoRA, Salt
 from radixkv.replay import CacheConfig, Replay
 from radixkv.routing.policies import ROUTERS, CacheAware, LongestMatch, make_router
@@ -232,3 +233,10 @@ def test_a_replica_that_is_gone_is_out_of_the_index():
     assert fleet.router.route(range(40)).num_expected_tokens in (0, 39)  # 39: what was sent to the other just now
     for index in fleet.router._indexes:
         index.tree.check()
+
+
+@pytest.mark.slow
+def test_a_decision_costs_little_at_64_replicas_and_a_million_blocks():
+    row = route_cost(64, 1_000_000, 500)
+    assert row["match_p50_us"] <= 50
+    assert row["route_p50_us"] <= 100  # costs and bookkeeping of 64 replicas besides
