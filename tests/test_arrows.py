@@ -88,6 +88,7 @@ ARROWS = {
         "radixkv_kernels",
     },
     "radixkv.workloads": {"radixkv.cache", "radixkv.tokens"},
+    "radixkv.routing": {"radixkv.cache", "radixkv.tokens"},
     "radixkv.simulate": {
         "radixkv.batch",
         "radixkv.cache",
@@ -99,6 +100,14 @@ ARROWS = {
         "radixkv.tokens",
         "radixkv.workloads",
     },
+    "radixkv.fleet": {
+        "radixkv.batch",
+        "radixkv.routing",
+        "radixkv.simulate",
+        "radixkv.step_stats",
+        "radixkv.workloads",
+    },
+    "radixkv.ray_replicas": {"radixkv.cache", "radixkv.engine", "radixkv.request", "radixkv.routing"},
     "radixkv.model_shapes": set(),
     "radixkv_kernels": set(),
     "experiments": {"radixkv", "radixkv_kernels"},
@@ -112,7 +121,9 @@ WITHOUT_TORCH = (
     "radixkv.workloads",
     "radixkv.inspect",
     "radixkv.scheduler",
+    "radixkv.routing",
     "radixkv.simulate",
+    "radixkv.fleet",
 )
 OURS = ("radixkv", "radixkv_kernels", "experiments")
 
