@@ -173,6 +173,6 @@ def make_order(name: str, cache: PrefixCache) -> Order:
     Raises:
         ValueError: there is none.
     """
-    if name not in ORDERS:
+    if not isinstance(name, str) or name not in ORDERS:
         raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {name!r}")
     return ORDERS[name](cache)
