@@ -1,7 +1,10 @@
 # Everything runs in a virtual environment of its own; only Python (3.11 or later) and make are needed.
 #   make compare                          the comparison on the embedded workload, under a minute
 #   make compare ARGS="--trace my.jsonl"  on a trace of your own; ARGS="--help" tells the rest
+#   make inspect                          the radix tree of a trace; ARGS="why my.jsonl 17": why does it not hit?
+#   make experiments                      every experiment at its smallest;  make report  all of them, and a page
 #   make model                            fetches SmolLM2-135M-Instruct (98 MB) into models/
+#   make mutants                          would the tests notice? plants faults, one at a time
 #   make test                             the tests;  make test-slow  the long ones;  make lint  style and types
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +14,7 @@ ARGS ?=
 # Threads that spin while they wait ruin small models where other work shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: compare model index-cost test test-slow lint format clean
+.PHONY: compare inspect experiments report model index-cost test test-slow mutants lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +24,15 @@ $(READY): pyproject.toml constraints.txt
 compare: $(READY)
 	$(BIN)/python -m experiments.compare $(ARGS)
 
+inspect: $(READY)
+	$(BIN)/python -m radixkv.inspect $(ARGS)
+
+experiments: $(READY)
+	$(BIN)/python -m experiments --smoke $(ARGS)
+
+report: $(READY)
+	$(BIN)/python -m experiments --report $(ARGS)
+
 model: $(READY)
 	$(BIN)/python -m radixkv.model.fetch
 
@@ -29,6 +41,9 @@ index-cost: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow" -n auto $(ARGS)
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow -n auto $(ARGS)

@@ -11,14 +11,17 @@ TTFT falls to about half or less at every load, throughput does not fall; on ran
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, console, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, parser, print_table, pyplot
+from experiments.lab import Cell, Data, conduct
 from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize
 from radixkv.engine import Engine
 from radixkv.replay import CACHES
@@ -56,32 +59,37 @@ def arrivals(config: Config, workload: str, rate_per_s: float, vocab_size: int) 
     return found
 
 
-def run(config: Config) -> list[Row]:
-    """Serves the traffic once for each workload, load and cache; a warm-up before each is not counted."""
-    cells = [("chat", rate) for rate in config.rates_per_s] + [("uniform", config.rates_per_s[0])]
-    rows = []
-    with progress("chat", len(cells) * len(config.caches)) as bar:
-        for workload, rate in cells:
-            for cache in config.caches:
-                engine = Engine.from_pretrained(
-                    config.model,
-                    cache=cache,
-                    block_size=config.block_size,
-                    num_blocks=config.num_blocks,
-                    deterministic=config.deterministic,
-                    tree_attention=config.tree_attention,
-                )
-                vocab_size = engine.runner.config.vocab_size
-                serve(engine, [Arrival(0.0, tuple(range(40)), 4)] * 2)  # first calls of everything
-                outputs = serve(engine, arrivals(config, workload, rate, vocab_size))
-                row = {"workload": workload, "rate_per_s": rate, "cache": cache, **summarize(outputs)}
-                rows.append(row | {"token_ids": [output.outputs[0].token_ids for output in outputs]})
-                bar.advance(bar.task_ids[0])
-    for workload, rate in cells:
-        # A speed is worth nothing where the answers differ.
-        answers = [row.pop("token_ids") for row in rows if (row["workload"], row["rate_per_s"]) == (workload, rate)]
-        if config.deterministic and any(answer != answers[0] for answer in answers):
-            raise AssertionError(f"{workload} at {rate}/s: the caches gave different tokens")
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a workload and load, with every cache."""
+    for rate in config.rates_per_s:
+        yield f"chat {rate:g}", partial(measure, config, "chat", rate)
+    yield f"uniform {config.rates_per_s[0]:g}", partial(measure, config, "uniform", config.rates_per_s[0])
+
+
+def measure(config: Config, workload: str, rate: float) -> list[Row]:
+    """Serves the traffic once with each cache; a warm-up before each is not counted.
+
+    Raises:
+        AssertionError: two caches gave different tokens.
+    """
+    rows, answers = [], []
+    for cache in config.caches:
+        engine = Engine.from_pretrained(
+            config.model,
+            cache=cache,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            deterministic=config.deterministic,
+            tree_attention=config.tree_attention,
+        )
+        vocab_size = engine.runner.config.vocab_size
+        serve(engine, [Arrival(0.0, tuple(range(40)), 4)] * 2)  # first calls of everything
+        outputs = serve(engine, arrivals(config, workload, rate, vocab_size))
+        rows.append({"workload": workload, "rate_per_s": rate, "cache": cache, **summarize(outputs)})
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    # A speed is worth nothing where the answers differ.
+    if config.deterministic and any(answer != answers[0] for answer in answers):
+        raise AssertionError(f"{workload} at {rate}/s: the caches gave different tokens")
     return rows
 
 
@@ -116,14 +124,33 @@ def plot(path: Path) -> Path:
     return picture
 
 
+def show(data: Data) -> None:
+    """Prints a line a workload, load and cache."""
+    print_table(f"Serving {data['config']['model']}; times in ms", CHAT_COLUMNS, data["rows"])
+
+
+def answer(data: Data) -> str:
+    """One sentence, of the highest load."""
+    chat = [row for row in data["rows"] if row["workload"] == "chat"]
+    highest = max(row["rate_per_s"] for row in chat)
+    by_cache = {row["cache"]: row for row in chat if row["rate_per_s"] == highest}
+    radix, without = by_cache.get("radix"), by_cache.get("null")
+    if radix is None or without is None:
+        return "Nothing to compare: it needs radix and null."
+    times = [row["ttft_p50_ms"] for row in (radix, without)]
+    return (
+        f"{radix['hit_rate']:.0%} of the prompt tokens come from the cache; at {highest:g} requests a second the "
+        f"median time to the first token is {times[0]:,.0f} ms for {times[1]:,.0f} without a cache."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("chat", __doc__, "chat.json and chat.png")
+    options = parser("chat", __doc__)
     add = options.add_argument
     add("--rates", nargs="+", type=float, default=list(Config.rates_per_s), metavar="N", help="arrivals a second; inf")
     add("--model", default=Config.model, help="a preset, a Hugging Face folder or a .gguf file")
     add("--cache", nargs="+", choices=CACHES, default=list(CACHES))
     add("--tree-attention", choices=MODES, default=Config.tree_attention, help="read shared KV once (auto)")
-    add("--smoke", action="store_true", help="few requests: does it run?")
     add("--seed", type=int, default=Config.seed)
     given = options.parse_args(arguments)
     config = Config(
@@ -134,10 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=given.seed,
         tree_attention=given.tree_attention,
     )
-    rows = run(config)
-    print_table(f"Serving {config.model}; times in ms", CHAT_COLUMNS, rows)
-    path = save(given.out, "chat", asdict(config), rows)
-    console.print(f"{path}\n{plot(path)}", highlight=False)
+    conduct("chat", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 from experiments.compare_report import plot, print_rows
 from experiments.harness import Row, console, fail, parser, print_table, progress, save
+from experiments.lab import Data
 from radixkv.cache.base import check_block_size
 from radixkv.cache.eviction import POLICIES
 from radixkv.cache.hashing import ALGORITHMS
@@ -28,6 +29,7 @@ from radixkv.tokens import unpack
 from radixkv.workloads import FORMATS, WORKLOADS, open_trace, open_workload
 
 EMBEDDED = "embedded"
+SMOKE_REQUESTS = 200
 # Where nothing else is asked for, so that there is something to see: pools in tokens, at two sizes of block.
 EMBEDDED_BLOCK_SIZES = (16, 128)
 EMBEDDED_POOLS = (16_384, 65_536, 262_144)
@@ -158,6 +160,7 @@ def replay(trace: Any, name: str, config: Config) -> list[Row]:
 
 SERVED_REQUESTS = 16
 SERVED_PROMPT_BYTES = 1000
+SERVING_TITLE = f"The engine on tiny_gpt: {SERVED_REQUESTS} of these requests at once, the same tokens from each; in ms"
 
 
 def serve_embedded(config: Config) -> list[Row]:
@@ -184,8 +187,7 @@ def serve_embedded(config: Config) -> list[Row]:
             answers.append([output.outputs[0].token_ids for output in outputs])
             bar.advance(bar.task_ids[0])
     assert all(answer == answers[0] for answer in answers), "the caches gave different tokens"
-    title = f"The engine on tiny_gpt: {SERVED_REQUESTS} of these requests at once, the same tokens from each; in ms"
-    print_table(title, COLUMNS, rows)
+    print_table(SERVING_TITLE, COLUMNS, rows)
     return rows
 
 
@@ -216,6 +218,33 @@ def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
         "hash_us_per_request": replayed.hash_ns / 1e3 / num_requests,
         "index_bytes_per_token": replayed.index_bytes_per_token(),
     }
+
+
+def show(data: Data) -> None:
+    """Prints a table a trace, and what the engine took where it served."""
+    print_rows(data["rows"])
+    if data.get("serving"):
+        from experiments.serving import COLUMNS
+
+        print_table(SERVING_TITLE, COLUMNS, data["serving"])
+
+
+def answer(data: Data) -> str:
+    """One sentence: what radix computes less than the flat hash, at the largest pool, over all traces."""
+    by = {(row["trace"], row["cache"], row["block_size"], row["num_blocks"]): row for row in data["rows"]}
+    told = []
+    for size in dict.fromkeys(row["block_size"] for row in data["rows"]):
+        pairs = [
+            (row, by[trace, "radix", size, blocks])
+            for (trace, cache, block_size, blocks), row in by.items()
+            if (cache, block_size) == ("flat_hash", size) and (trace, "radix", size, blocks) in by
+        ]
+        computed = [sum(row["num_computed_tokens"] for row in side) for side in zip(*pairs, strict=True)]
+        if computed and computed[0]:
+            told.append(f"{1 - computed[1] / computed[0]:.1%} fewer tokens at blocks of {size}")
+    if not told:
+        return "Nothing to compare: it needs radix and flat_hash at one block size."
+    return f"Over all traces and pools here a radix tree computes {', '.join(told)} than the flat hash."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -257,6 +286,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given: dict[str, Any] = vars(options.parse_args(arguments))
     out = given.pop("out")
+    given.pop("full")
+    if given.pop("smoke"):
+        given["limit"], given["serve"] = given["limit"] or SMOKE_REQUESTS, "off"
     is_embedded = given["workload"] in (None, EMBEDDED) and not given["trace"]
     given["pool_tokens"] = EMBEDDED_POOLS if is_embedded and given["num_blocks"] is None else ()
     given["num_blocks"] = given["num_blocks"] or (None,)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import Row, console, print_table, pyplot
+from experiments.harness import Row, print_table, pyplot
 
 COLUMNS = {
     "cache": "{label}",
@@ -53,10 +53,8 @@ def print_rows(rows: Sequence[Row]) -> None:
         ]
         outputs = "prompts and outputs cached" if first["cache_outputs"] else "prompts cached"
         size = f"{first['num_requests']:,} requests, {first['num_prompt_tokens']:,} prompt tokens ({first['tokens']})"
-        print_table(f"{trace}: {size}; {outputs}; KV of {first['model_shape']}", COLUMNS, shown)
-        for line in [*_verdicts(mine), *_remarks(mine)]:
-            console.print(f"  {line}", highlight=False, markup=False)
-        console.print()
+        title = f"{trace}: {size}; {outputs}; KV of {first['model_shape']}"
+        print_table(title, COLUMNS, shown, [*_verdicts(mine), *_remarks(mine), ""])
 
 
 def _count(number: int) -> str:

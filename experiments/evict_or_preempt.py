@@ -6,13 +6,17 @@ its caller waits. Expected: evicting first computes fewer tokens and preempts fa
     python -m experiments.evict_or_preempt
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, console, parser, print_table, save
+from experiments.harness import Row, bars, parser, print_table
+from experiments.lab import Cell, Data, conduct
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
 from radixkv.request import Request, SamplingParams
@@ -56,8 +60,18 @@ class PreemptFirst(Scheduler):
         return Preempting(self.manager, self.waiting.add)
 
 
-def run(config: Config) -> list[Row]:
-    """Serves the same requests with each scheduler in each pool."""
+SCHEDULERS = {"preempt first": PreemptFirst, "evict first": Scheduler}
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a pool and rule."""
+    for num_blocks in config.num_blocks:
+        for name in SCHEDULERS:
+            yield f"{num_blocks} {name}", partial(measure, config, num_blocks, name)
+
+
+def measure(config: Config, num_blocks: int, name: str) -> list[Row]:
+    """Serves the requests with one scheduler in one pool."""
     rng = np.random.default_rng(config.seed)
     systems = rng.integers(0, 32_000, (config.num_systems, config.system_tokens))
     requests = []
@@ -65,13 +79,9 @@ def run(config: Config) -> list[Row]:
         question = rng.integers(0, 32_000, config.question_tokens)
         prompt = (*systems[rng.integers(config.num_systems)].tolist(), *question.tolist())
         requests.append(Request(str(i), prompt, SamplingParams(max_tokens=config.max_tokens)))
-    rows = []
-    for num_blocks in config.num_blocks:
-        for name, scheduler in (("preempt first", PreemptFirst), ("evict first", Scheduler)):
-            made = scheduler(KVManager(RadixCache(16), num_blocks), SchedulerConfig(order="fcfs"))
-            found = dry_run(made, requests, num_per_step=config.num_per_step)
-            rows.append({"num_blocks": num_blocks, "rule": name, **asdict(found), "hit_rate": found.hit_rate})
-    return rows
+    made = SCHEDULERS[name](KVManager(RadixCache(16), num_blocks), SchedulerConfig(order="fcfs"))
+    found = dry_run(made, requests, num_per_step=config.num_per_step)
+    return [{"num_blocks": num_blocks, "rule": name, **asdict(found), "hit_rate": found.hit_rate}]
 
 
 COLUMNS = {
@@ -85,13 +95,34 @@ COLUMNS = {
 }
 
 
+def show(data: Data) -> None:
+    """Prints a line a pool and rule."""
+    print_table(f"{data['config']['num_requests']} chats in pools of blocks of 16", COLUMNS, data["rows"])
+
+
+def plot(path: Path) -> Path:
+    """Draws the tokens computed in each pool, from the JSON alone."""
+    return bars(path, "num_blocks", "rule", "num_computed_tokens", "tokens computed", "Who gives way first")
+
+
+def answer(data: Data) -> str:
+    """One sentence, of the smallest pool."""
+    smallest = min(row["num_blocks"] for row in data["rows"])
+    evict, preempt = (
+        next(row for row in data["rows"] if (row["num_blocks"], row["rule"]) == (smallest, rule))
+        for rule in ("evict first", "preempt first")
+    )
+    fewer = 1 - evict["num_computed_tokens"] / preempt["num_computed_tokens"]
+    return (
+        f"Cached prefixes: in a pool of {smallest} blocks that computes {fewer:.0%} fewer tokens than preempting "
+        f"first, with {evict['num_preemptions']} preemptions for {preempt['num_preemptions']}."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("evict_or_preempt", __doc__, "evict_or_preempt.json")
-    given = options.parse_args(arguments)
-    config = Config()
-    rows = run(config)
-    print_table(f"{config.num_requests} chats in pools of blocks of 16", COLUMNS, rows)
-    console.print(save(given.out, "evict_or_preempt", asdict(config), rows), highlight=False)
+    given = parser("evict_or_preempt", __doc__).parse_args(arguments)
+    config = Config(num_blocks=Config.num_blocks[:2]) if given.smoke else Config()
+    conduct("evict_or_preempt", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,8 +35,8 @@ def environment() -> Row:
     packages = ("radixkv", "torch", "triton", "numpy", "sortedcontainers")
     return {
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": git("rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "versions": {name: found for name in packages if (found := _version(name))},
         "machine": platform.machine(),
@@ -45,7 +46,8 @@ def environment() -> Row:
     }
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
+    """Returns what a git command prints in this checkout; nothing where it fails, as in an installed package."""
     here = Path(__file__).parent
     try:
         done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
@@ -89,21 +91,58 @@ def save(out: Path, name: str, config: Mapping[str, Any], rows: Sequence[Row], *
     return path
 
 
-def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+@dataclass(frozen=True)
+class Cells:
+    """A table as text."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+_recorded: list[Cells] | None = None
+
+
+@contextmanager
+def recorded_tables() -> Iterator[list[Cells]]:
+    """While the block runs, tables are collected in the list and not printed."""
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+TEXT_COLUMNS = (
+    *("trace", "cache", "operation", "part", "workload", "rule", "published", "arrivals", "router", "order"),
+    *("variant", "machine", "traffic"),
+)
+
+
+def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row], notes: Sequence[str] = ()) -> None:
     """Prints rows as a table.
 
     Args:
         columns: heading -> a format of the row's fields, such as "{hit_rate:.1%}".
+        notes: lines to stand below it.
     """
+    if _recorded is not None:
+        cells = tuple(tuple(form.format(**row) for form in columns.values()) for row in rows)
+        _recorded.append(Cells(title, tuple(columns), cells, tuple(notes)))
+        return
     table = Table(
         title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE, padding=(0, 1)
     )
     for heading in columns:
-        is_text = heading in ("trace", "cache", "operation", "variant", "workload", "machine", "traffic")
+        is_text = heading in TEXT_COLUMNS
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, overflow="fold")
     for row in rows:
         table.add_row(*(form.format(**row) for form in columns.values()))
     console.print(table)
+    for note in notes:
+        console.print(f"  {note}", highlight=False, markup=False)
 
 
 @contextmanager
@@ -115,13 +154,37 @@ def progress(title: str, total: int | None) -> Iterator[Progress]:
         yield bar
 
 
+_is_dark = False
+
+
+@contextmanager
+def dark_plots() -> Iterator[None]:
+    """While the block runs, plots are drawn light on dark."""
+    global _is_dark
+    _is_dark = True
+    try:
+        yield
+    finally:
+        _is_dark = False
+
+
 def pyplot() -> Any:
     """Returns matplotlib's pyplot, without a display, in this package's look."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    plt.rcdefaults()
+    ink, paper = ("#e6e9f0", "#14171e") if _is_dark else ("#1d2330", "#ffffff")
     plt.rcParams.update(
         {
+            "figure.facecolor": paper,
+            "axes.facecolor": paper,
+            "savefig.facecolor": paper,
+            "text.color": ink,
+            "axes.labelcolor": ink,
+            "axes.edgecolor": ink,
+            "xtick.color": ink,
+            "ytick.color": ink,
             "figure.figsize": (8, 4.5),
             "figure.dpi": 130,
             "savefig.bbox": "tight",
@@ -136,14 +199,38 @@ def pyplot() -> Any:
     return plt
 
 
-def parser(name: str, description: str | None, files: str) -> argparse.ArgumentParser:
+def bars(path: Path, across: str, series: str, value: str, ylabel: str, title: str) -> Path:
+    """Draws groups of bars beside a JSON of rows: a group for each `across`, a bar for each `series`."""
+    rows = json.loads(path.read_text())["rows"]
+    plt = pyplot()
+    figure, axis = plt.subplots()
+    groups, names = (list(dict.fromkeys(row[field] for row in rows)) for field in (across, series))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        heights = {row[across]: row[value] for row in rows if row[series] == name}
+        places = [at + (i - (len(names) - 1) / 2) * width for at, group in enumerate(groups) if group in heights]
+        axis.bar(places, [heights[group] for group in groups if group in heights], width, label=str(name))
+    axis.set(xlabel=across.replace("_", " "), ylabel=ylabel, title=title)
+    axis.set_xticks(range(len(groups)), [str(group) for group in groups])
+    axis.legend()
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
+
+
+def parser(name: str, description: str | None, files: str = "") -> argparse.ArgumentParser:
     """Returns an experiment's parser: its docstring as help, and where its results go."""
+    files = files or f"{name}.json and {name}.png"
     made = argparse.ArgumentParser(
         prog=f"python -m experiments.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help=f"gets {files} (results)")
+    size = made.add_mutually_exclusive_group()
+    size.add_argument("--smoke", action="store_true", help="small sizes, under half a minute: does it run?")
+    size.add_argument("--full", action="store_true", help="the largest sizes, where there are larger ones")
     return made
 
 

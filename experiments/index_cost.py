@@ -13,15 +13,18 @@ path and the number of leaves; the flat hash costs a hash and a lookup for each 
 
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, console, fail, parser, print_table, pyplot
+from experiments.lab import Cell, Data, conduct
 from radixkv.cache.base import PrefixCache
 from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS
@@ -200,30 +203,29 @@ def run_hashes(config: Config) -> list[Row]:
     return rows
 
 
-def run(config: Config) -> list[Row]:
-    """Runs all of it, with the garbage collector off while something is timed."""
-    jobs: list[Callable[[], list[Row]]] = []
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a cache, block size and operation."""
     for block_size in config.block_size:
         # Hashing every single token would take the longest and tell the least.
         for name in [name for name in config.cache if not (block_size == 1 and name != "radix")]:
-            jobs.append(lambda n=name, b=block_size: run_chat(n, b, config))  # type: ignore[misc]
-            jobs.append(lambda n=name, b=block_size: run_deep(n, b, config))  # type: ignore[misc]
+            yield f"chat {name} {block_size}", partial(alone, run_chat, name, block_size, config)
+            yield f"deep {name} {block_size}", partial(alone, run_deep, name, block_size, config)
             for count in config.num_leaves:
-                jobs.append(lambda n=name, b=block_size, c=count: run_evict(n, b, c, config))  # type: ignore[misc]
-    jobs += [lambda: run_long(config), lambda: run_hashes(config)]
-    rows = []
-    with progress("index cost", len(jobs)) as bar:
-        for job in jobs:
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-            try:
-                rows += job()
-            finally:
-                gc.enable()
-                gc.unfreeze()
-            bar.advance(bar.task_ids[0])
-    return rows
+                yield f"evict {name} {block_size} {count}", partial(alone, run_evict, name, block_size, count, config)
+    yield "long", partial(alone, run_long, config)
+    yield "hashes", partial(alone, run_hashes, config)
+
+
+def alone(job: Callable[..., list[Row]], *arguments: Any) -> list[Row]:
+    """Runs a job with the garbage collector off: a collection would be charged to whoever's turn it is."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        return job(*arguments)
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 COLUMNS = {
@@ -240,7 +242,9 @@ COLUMNS = {
 }
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def show(data: Data) -> None:
+    """Prints a line an operation."""
+    rows = data["rows"]
     shown = [
         each
         | {
@@ -277,12 +281,24 @@ def plot(path: Path) -> Path:
     return picture
 
 
+def answer(data: Data) -> str:
+    """One sentence, at block size 16."""
+    mean = {(r["cache"], r["operation"]): r["mean_us"] for r in data["rows"] if r["block_size"] == 16}
+    if ("flat_hash", "admit") not in mean or ("radix", "admit") not in mean:
+        return "Nothing to compare: it needs radix and flat_hash at block size 16."
+    times = {name: mean["flat_hash", name] / mean["radix", name] for name in ("admit", "insert", "admit_8192")}
+    return (
+        f"An admission takes {mean['radix', 'admit']:.1f} us, 1/{times['admit']:.0f} of the flat hash with sha256 "
+        f"(1/{times['admit_8192']:.0f} at 8,192 cached tokens), publishing {mean['radix', 'insert']:.1f} us, "
+        f"1/{times['insert']:.0f} of it."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("index_cost", __doc__, "index_cost.json and index_cost.png")
+    options = parser("index_cost", __doc__)
     add = options.add_argument
     add("--cache", nargs="+", choices=CACHES, default=list(CACHES), help="default: all")
     add("--block-size", nargs="+", type=int, default=[1, 16], metavar="N", help="1 (radix alone) and 16")
-    add("--smoke", action="store_true", help="small sizes: does it run?")
     add("--seed", type=int, default=0)
     given = options.parse_args(arguments)
     config = Config(cache=tuple(given.cache), block_size=tuple(given.block_size), seed=given.seed)
@@ -291,10 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = Config(**asdict(config) | sizes | {"num_repeats": 5})
     if any(size < 1 or EVICTED_TOKENS % size for size in config.block_size):
         fail(f"--block-size: expected divisors of {EVICTED_TOKENS}, got {given.block_size}")
-    rows = run(config)
-    print_rows(rows)
-    path = save(given.out, "index_cost", asdict(config), rows)
-    console.print(f"{path}\n{plot(path)}", highlight=False)
+    conduct("index_cost", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

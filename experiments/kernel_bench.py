@@ -13,10 +13,12 @@ right after it: a busy neighbour takes samples out instead of deciding the ratio
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,13 @@ import torch
 from radixkv_kernels import paged_attention
 
 from experiments import kernel_peers
-from experiments.harness import Row, print_table, progress, pyplot, save
+from experiments.harness import Row, fail, parser, print_table, pyplot
 from experiments.kernel_peers import Batch, Peer
+from experiments.lab import Cell, Data, conduct
 
 NAME = "kernel_bench"
+OURS = "radixkv torch"
+BY_SEQUENCE = "gather + SDPA by sequence"
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,10 @@ def ours(batch: Batch) -> Peer:
 
 def sides_of(batch: Batch, case: Case) -> dict[str, Peer]:
     """Name -> function; the first is ours."""
-    sides = {"radixkv torch": ours(batch)}
+    sides = {OURS: ours(batch)}
     if case.kind == "decode":
         sides["gather + SDPA"] = kernel_peers.gather_sdpa(batch)
-        sides["gather + SDPA by sequence"] = kernel_peers.gather_sdpa_by_sequence(batch)
+        sides[BY_SEQUENCE] = kernel_peers.gather_sdpa_by_sequence(batch)
     else:
         sides["masked SDPA"] = kernel_peers.masked_sdpa(batch)
         sides["two parts merged"] = kernel_peers.two_parts(batch)
@@ -196,45 +201,47 @@ def _seconds(call: Any) -> float:
     return time.perf_counter() - start
 
 
-def run(config: Config) -> list[Row]:
-    """One row a case and side. With clock "cpu", sets PyTorch to one thread."""
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a case, with all its sides. With clock "cpu", sets PyTorch to one thread."""
     if config.clock == "cpu":
         torch.set_num_threads(1)
     canary = Canary(config.canary_slack)
+    for case in config.cases:
+        name = f"{case.kind} {case.num_seqs} {case.q_len} {case.context} {case.dtype}"
+        yield name, partial(measure, config, case, canary)
+
+
+def measure(config: Config, case: Case, canary: Canary) -> list[Row]:
+    """One row a side."""
     bandwidth = copy_bandwidth()
-    rows: list[Row] = []
-    with progress(NAME, len(config.cases)) as bar:
-        for case in config.cases:
-            batch = make_batch(config, case)
-            sides = sides_of(batch, case)
-            errors = errors_of(batch, sides)
-            times = time_sides(config, sides, canary)
-            kv_bytes = 2 * batch.block_table.numel() * batch.k_cache[0].nbytes
-            fastest = min(min(taken) for taken, _ in times.values())
-            for name, (taken, quiet) in times.items():
-                median = sorted(taken)[len(taken) // 2]
-                rows.append(
-                    {
-                        **asdict(case),
-                        "side": name,
-                        "error": errors[name],
-                        "samples": len(taken),
-                        "quiet": quiet,
-                        "min_s": min(taken),
-                        "median_s": median,
-                        "of_fastest": min(taken) / fastest,
-                        "kv_bytes": kv_bytes,
-                        "kv_bytes_per_s": kv_bytes / min(taken),
-                        "copy_bytes_per_s": bandwidth,
-                        "canary_best_s": canary.best_s,
-                    }
-                )
-            bar.advance(bar.task_ids[0])
-    return rows
+    batch = make_batch(config, case)
+    sides = sides_of(batch, case)
+    errors = errors_of(batch, sides)
+    times = time_sides(config, sides, canary)
+    kv_bytes = 2 * batch.block_table.numel() * batch.k_cache[0].nbytes
+    fastest = min(min(taken) for taken, _ in times.values())
+    return [
+        {
+            **asdict(case),
+            "side": name,
+            "error": errors[name],
+            "samples": len(taken),
+            "quiet": quiet,
+            "min_s": min(taken),
+            "median_s": sorted(taken)[len(taken) // 2],
+            "of_fastest": min(taken) / fastest,
+            "kv_bytes": kv_bytes,
+            "kv_bytes_per_s": kv_bytes / min(taken),
+            "copy_bytes_per_s": bandwidth,
+            "canary_best_s": canary.best_s,
+        }
+        for name, (taken, quiet) in times.items()
+    ]
 
 
-def report(rows: list[Row]) -> None:
-    """The table, from the rows alone."""
+def show(data: Data) -> None:
+    """Prints a line a case and side."""
+    rows = data["rows"]
     columns = {
         "operation": "{kind} {num_seqs}x{q_len} on {context} {dtype}",
         "cache": "{side}",
@@ -252,9 +259,10 @@ def report(rows: list[Row]) -> None:
     print_table("Attention on this CPU", columns, shown)
 
 
-def plot(path: Path) -> None:
+def plot(path: Path) -> Path:
     """KV bytes over time, decode cases, beside the copy bandwidth; from the JSON alone."""
-    rows = [r for r in json.loads(path.read_text())["rows"] if r["kind"] == "decode"]
+    rows = json.loads(path.read_text())["rows"]
+    rows = [r for r in rows if r["kind"] == "decode"] or rows
     plt = pyplot()
     figure, axes = plt.subplots()
     cases = list(dict.fromkeys((r["context"], r["dtype"]) for r in rows))
@@ -265,35 +273,47 @@ def plot(path: Path) -> None:
             for c in cases
         ]
         axes.bar([x + (i - 1.5) * 0.2 for x in range(len(cases))], [s / 1e9 for s in speeds], 0.2, label=side)
-    axes.axhline(rows[0]["copy_bytes_per_s"] / 1e9, color="black", linewidth=1, label="copy, read + write")
+    axes.axhline(rows[0]["copy_bytes_per_s"] / 1e9, color="gray", linewidth=1, label="copy, read + write")
     axes.set_xticks(range(len(cases)), [f"{n} tokens\n{d}" for n, d in cases])
     axes.set_ylabel("KV bytes over time, GB/s")
-    axes.set_title(f"Decode of {rows[0]['num_seqs']} sequences from a paged cache, CPU")
+    axes.set_title(f"{rows[0]['kind'].capitalize()} of {rows[0]['num_seqs']} sequences from a paged cache, CPU")
     axes.legend()
-    figure.savefig(path.with_suffix(".png"))
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
 
 
-def main() -> None:
-    """Runs, writes JSON and plot, prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("experiments/results"))
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--kind", choices=("decode", "prefill"))
-    parser.add_argument("--context", type=int, help="only cases of this many tokens")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time of one thread")
-    parser.add_argument("--patience", type=float, help="seconds a case may take")
-    arguments = parser.parse_args()
-    config = SMOKE if arguments.smoke else FULL
-    chosen = tuple(
-        c for c in config.cases if arguments.kind in (None, c.kind) and arguments.context in (None, c.context)
-    )
-    patience = arguments.patience or config.patience_s
-    config = replace(config, cases=chosen, clock=arguments.clock, patience_s=patience)
-    rows = run(config)
-    path = save(arguments.out, NAME + ("_cpu_clock" if config.clock == "cpu" else ""), asdict(config), rows)
-    report(rows)
-    if any(r["kind"] == "decode" for r in rows):
-        plot(path)
+def answer(data: Data) -> str:
+    """One sentence: medians over those of the best of what the question names."""
+    told = []
+    for kind, dtype in dict.fromkeys((row["kind"], row["dtype"]) for row in data["rows"]):
+        ratios = []
+        mine = [row for row in data["rows"] if (row["kind"], row["dtype"]) == (kind, dtype)]
+        for context in dict.fromkeys(row["context"] for row in mine):
+            times = {row["side"]: row["median_s"] for row in mine if row["context"] == context}
+            best = min(taken for side, taken in times.items() if side not in (OURS, BY_SEQUENCE))
+            ratios.append(best / times[OURS])
+        told.append(f"{kind} in {dtype} {' and '.join(f'{ratio:.2f}' for ratio in ratios)} times")
+    quiet = all(row["quiet"] for row in data["rows"])
+    mood = "" if quiet else " (the machine was never quiet for some of it)"
+    return f"The speed of the best that one would write: {', '.join(told)}{mood}."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(NAME, __doc__)
+    options.add_argument("--kind", choices=("decode", "prefill"))
+    options.add_argument("--context", type=int, help="only cases of this many tokens")
+    options.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time of one thread")
+    options.add_argument("--patience", type=float, help="seconds a case may take")
+    given = options.parse_args(arguments)
+    config = SMOKE if given.smoke else FULL
+    chosen = tuple(c for c in config.cases if given.kind in (None, c.kind) and given.context in (None, c.context))
+    if not chosen:
+        fail(f"--context: expected one of {sorted({c.context for c in config.cases})}, got {given.context}")
+    config = replace(config, cases=chosen, clock=given.clock, patience_s=given.patience or config.patience_s)
+    name = NAME + ("_cpu_clock" if config.clock == "cpu" else "")
+    conduct(name, given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

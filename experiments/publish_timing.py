@@ -6,13 +6,17 @@ on finish, concurrent arrivals with one system prompt hit nothing; published at 
     python -m experiments.publish_timing
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, console, parser, print_table, save
+from experiments.harness import Row, bars, parser, print_table
+from experiments.lab import Cell, Data, conduct
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager, SequenceBlocks
 from radixkv.request import Request, SamplingParams
@@ -51,21 +55,27 @@ class PublishOnFinish(KVManager):
         super().end(sequence)
 
 
-def run(config: Config) -> list[Row]:
-    """Serves the same requests with each manager."""
+MANAGERS = {"on finish": PublishOnFinish, "at once": KVManager}
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a pattern of arrivals and a manager."""
+    for num_per_step in config.num_per_step:
+        for name in MANAGERS:
+            yield f"{num_per_step} {name}", partial(measure, config, num_per_step, name)
+
+
+def measure(config: Config, num_per_step: int | None, name: str) -> list[Row]:
+    """Serves the requests with one manager."""
     rng = np.random.default_rng(config.seed)
     system = tuple(rng.integers(0, 32_000, config.system_tokens).tolist())
     requests = []
     for i in range(config.num_requests):
         question = tuple(rng.integers(0, 32_000, config.question_tokens).tolist())
         requests.append(Request(str(i), system + question, SamplingParams(max_tokens=config.max_tokens)))
-    rows = []
-    for num_per_step in config.num_per_step:
-        for name, manager in (("on finish", PublishOnFinish), ("at once", KVManager)):
-            found = dry_run(Scheduler(manager(RadixCache(16), 4096)), requests, num_per_step=num_per_step)
-            arrivals = "all together" if num_per_step is None else f"{num_per_step} a step"
-            rows.append({"arrivals": arrivals, "published": name, **asdict(found), "hit_rate": found.hit_rate})
-    return rows
+    found = dry_run(Scheduler(MANAGERS[name](RadixCache(16), 4096)), requests, num_per_step=num_per_step)
+    arrivals = "all together" if num_per_step is None else f"{num_per_step} a step"
+    return [{"arrivals": arrivals, "published": name, **asdict(found), "hit_rate": found.hit_rate}]
 
 
 COLUMNS = {
@@ -77,13 +87,31 @@ COLUMNS = {
 }
 
 
+def show(data: Data) -> None:
+    """Prints a line an arrival pattern and manager."""
+    sizes = data["config"]
+    title = f"{sizes['num_requests']} requests, one system prompt of {sizes['system_tokens']} tokens"
+    print_table(title, COLUMNS, data["rows"])
+
+
+def plot(path: Path) -> Path:
+    """Draws the hit rate of each, from the JSON alone."""
+    return bars(path, "arrivals", "published", "hit_rate", "hit rate", "When blocks are published")
+
+
+def answer(data: Data) -> str:
+    """One sentence."""
+    rates = {row["published"]: row["hit_rate"] for row in data["rows"] if row["arrivals"] == "all together"}
+    return (
+        f"At once: of requests that arrive together {rates['at once']:.0%} of the prompt tokens are found, of the same "
+        f"published on finish {rates['on finish']:.0%}."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("publish_timing", __doc__, "publish_timing.json")
-    given = options.parse_args(arguments)
+    given = parser("publish_timing", __doc__).parse_args(arguments)
     config = Config()
-    rows = run(config)
-    print_table(f"{config.num_requests} requests, one system prompt of {config.system_tokens} tokens", COLUMNS, rows)
-    console.print(save(given.out, "publish_timing", asdict(config), rows), highlight=False)
+    conduct("publish_timing", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
-"""How much prefill does a shared prefix save? The lesson's worked example, on the real caches.
+"""How much prefill does a shared prefix save?
 
-Eight requests share 512 tokens and have suffixes of 24 40 8 32 16 48 12 20 of their own. Expected: 4,296 tokens
-computed without a cache, 712 with one (83.4 % fewer), for blocks of 16 and for the tree alike, as 512 is whole blocks;
-with a prefix of 520 the flat hash computes 8 tokens more for each hit, and the tree none.
+The lesson's worked example, on the real caches: eight requests share 512 tokens and have suffixes of 24 40 8 32 16 48
+12 20 of their own. Expected: 4,296 tokens computed without a cache, 712 with one (83.4 % fewer), for blocks of 16 and
+for the tree alike, as 512 is whole blocks; with a prefix of 520 the flat hash computes 8 tokens more for each hit, and
+the tree none.
 
     python -m experiments.work_savings
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, console, parser, print_table, save
+from experiments.harness import Row, bars, parser, print_table
+from experiments.lab import Cell, Data, conduct
 from radixkv.replay import CACHES, CacheConfig, Replay
 
 
@@ -26,22 +31,25 @@ class Config:
     seed: int = 0
 
 
-def run(config: Config) -> list[Row]:
-    """Replays the requests of each prefix length through every cache."""
-    rows = []
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a prefix and cache."""
     for length in config.prefixes:
         for cache in CACHES:
-            rng = np.random.default_rng(config.seed)
-            prefix = rng.integers(0, 32_000, length, dtype=np.int32)
-            replay = Replay(CacheConfig(cache, config.block_size))
-            for suffix in config.suffixes:
-                own = rng.integers(0, 32_000, suffix, dtype=np.int32)
-                own[0] = 32_000 + suffix  # nobody else's
-                replay.feed(np.concatenate([prefix, own]))
-            computed = replay.num_prompt_tokens - replay.num_cached_tokens
-            row = {"prefix_tokens": length, "cache": cache, "num_prompt_tokens": replay.num_prompt_tokens}
-            rows.append(row | {"num_computed_tokens": computed, "saved": 1 - computed / replay.num_prompt_tokens})
-    return rows
+            yield f"{length} {cache}", partial(measure, config, length, cache)
+
+
+def measure(config: Config, length: int, cache: str) -> list[Row]:
+    """Replays the requests with a prefix of one length through one cache."""
+    rng = np.random.default_rng(config.seed)
+    prefix = rng.integers(0, 32_000, length, dtype=np.int32)
+    replay = Replay(CacheConfig(cache, config.block_size))
+    for suffix in config.suffixes:
+        own = rng.integers(0, 32_000, suffix, dtype=np.int32)
+        own[0] = 32_000 + suffix  # nobody else's
+        replay.feed(np.concatenate([prefix, own]))
+    computed = replay.num_prompt_tokens - replay.num_cached_tokens
+    row = {"prefix_tokens": length, "cache": cache, "num_prompt_tokens": replay.num_prompt_tokens}
+    return [row | {"num_computed_tokens": computed, "saved": 1 - computed / replay.num_prompt_tokens}]
 
 
 COLUMNS = {
@@ -53,13 +61,32 @@ COLUMNS = {
 }
 
 
+def show(data: Data) -> None:
+    """Prints a line a prefix and cache."""
+    sizes = data["config"]
+    print_table(f"Prefill of {len(sizes['suffixes'])} requests, blocks of {sizes['block_size']}", COLUMNS, data["rows"])
+
+
+def plot(path: Path) -> Path:
+    """Draws the tokens computed, from the JSON alone."""
+    return bars(path, "prefix_tokens", "cache", "num_computed_tokens", "tokens computed", "Prefill of 8 requests")
+
+
+def answer(data: Data) -> str:
+    """One sentence."""
+    computed = {(row["prefix_tokens"], row["cache"]): row["num_computed_tokens"] for row in data["rows"]}
+    saved = 1 - computed[512, "radix"] / computed[512, "null"]
+    more = computed[520, "flat_hash"] - computed[520, "radix"]
+    return (
+        f"It saves {saved:.1%} ({computed[512, 'radix']:,} tokens for {computed[512, 'null']:,}); where the prefix "
+        f"does not end with a block, as at 520 tokens, the flat hash computes {more} tokens more than the tree."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("work_savings", __doc__, "work_savings.json")
-    given = options.parse_args(arguments)
+    given = parser("work_savings", __doc__).parse_args(arguments)
     config = Config()
-    rows = run(config)
-    print_table("Prefill of 8 requests, blocks of 16", COLUMNS, rows)
-    console.print(save(given.out, "work_savings", asdict(config), rows), highlight=False)
+    conduct("work_savings", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

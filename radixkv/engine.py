@@ -16,28 +16,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from numbers import Integral
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from radixkv.batch import ScheduledBatch
 from radixkv.cache.base import PrefixCache
 from radixkv.cache.namespace import Namespace
-from radixkv.generation import Generation, Sample
+from radixkv.generation import Generation, Sample, Stream
 from radixkv.kv_manager import KVManager
+from radixkv.metrics import Metrics
 from radixkv.model.checkpoint import load_checkpoint
-from radixkv.model.sampling import SampledToken, make_generator, sample_tokens
+from radixkv.model.sampling import make_generator
 from radixkv.model.tokenizer import Tokenizer
+from radixkv.prompts import Prompt, PromptReader
 from radixkv.replay import CacheConfig
 from radixkv.request import Request, RequestOutput, SamplingParams
 from radixkv.runner import Runner, kv_bytes_per_block
 from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.sequence import Sequence as Running
+from radixkv.sequence_blocks import ResetStats
 from radixkv.step_stats import StepStats
+from radixkv.stepper import Stepper
 
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 DEFAULT_KV_BYTES = 2**30
 
 
@@ -66,11 +67,12 @@ class Engine:
         self.tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
-        self._generations: dict[str, Generation] = {}
+        self.stepper = Stepper(runner, scheduler, clock)
+        self._prompts = PromptReader(tokenizer, runner.config.vocab_size, runner.config.max_positions)
+        self._generations = self.stepper.generations
         self._arriving: deque[Generation] = deque()
         self._aborting: deque[Generation] = deque()
         self._names = itertools.count()
-        self._num_steps = self._num_ended = 0
         self._adding = threading.Lock()
         self._stepping = threading.Lock()
 
@@ -159,23 +161,35 @@ class Engine:
             ValueError: the prompt is empty, too long for the model or the pool, has tokens that the model has not, or
                 needs a tokenizer that is not there; the id is in use. Nothing else is disturbed.
         """
-        params = sampling_params or SamplingParams()
+        generation = self._add(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            namespace=namespace,
+            priority=priority,
+            keep_steps=keep_steps,
+        )
+        return generation.request.request_id
+
+    def _add(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace | None = None,
+        priority: int = 0,
+        keep_steps: int = 0,
+    ) -> Generation:
+        params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: expected no stop strings, as this engine has no tokenizer")
-        token_ids = self._token_ids(prompt)
-        self._check_prompt(token_ids, params)
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        samples = [
-            Sample(
-                params,
-                make_generator(params.seed, sample),
-                self.tokenizer.detokenizer() if self.tokenizer else None,
-                stops,
-            )
-            for sample in range(params.n)
-        ]
+        if request_id is not None and not isinstance(request_id, str):
+            raise ValueError(f"request_id: expected a str or None, got {request_id!r}")
+        token_ids = self._prompts.read(prompt, params.max_tokens)
+        samples = [self._sample(params, index) for index in range(params.n)]
         with self._adding:
             if request_id is None:
                 request_id = next(name for name in map(str, self._names) if name not in self._generations)
@@ -185,7 +199,12 @@ class Engine:
                 raise ValueError(f"request_id: expected one that is not in use, got {request_id!r}")
             generation = self._generations[request_id] = Generation(request, samples, self._clock())
             self._arriving.append(generation)
-        return request_id
+        return generation
+
+    def _sample(self, params: SamplingParams, index: int) -> Sample:
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
+        return Sample(params, make_generator(params.seed, index), detokenizer, stops)
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; one that is not known, or ended, is passed over. From any thread."""
@@ -201,33 +220,30 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._arriving) or self.scheduler.has_unfinished
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt: expected token ids, as this engine has no tokenizer, got a text")
-            return self.tokenizer.encode(prompt)
-        try:
-            items: list[Any] = list(prompt)
-        except TypeError:
-            raise ValueError(f"prompt: expected a text, token ids or messages, got {prompt!r}") from None
-        if items and isinstance(items[0], dict):
-            if self.tokenizer is None:
-                raise ValueError("prompt: expected token ids, as this engine has no tokenizer, got messages")
-            return self.tokenizer.encode_messages(items)
-        return [int(item) if isinstance(item, Integral) else item for item in items]
+    def reset_cache(self, namespace: Namespace | None = None) -> ResetStats:
+        """Forgets everything cached so far, between two steps. May be called from any thread, while requests run.
 
-    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
-        config = self.runner.config
-        bad = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t < config.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"prompt: expected token ids in 0..{config.vocab_size - 1}, got {bad!r}")
-        if not token_ids:
-            raise ValueError("prompt: expected at least one token, got none")
-        if len(token_ids) + params.max_tokens - 1 > config.max_positions:
-            raise ValueError(
-                f"prompt: expected prompt + max_tokens - 1 <= {config.max_positions}, the model's positions, got "
-                f"{len(token_ids)} + {params.max_tokens} - 1"
-            )
+        Requests that run go on with the KV they have and give the tokens they would have given; what they compute is
+        shared with nobody. Those that wait, those preempted later and all to come compute anew: hits count from 0.
+
+        Args:
+            namespace: a tenant, adapter or image: forget only what depends on it (of several, on one of them).
+
+        Returns:
+            What it did.
+
+        Raises:
+            ValueError: no namespace.
+        """
+        with self._stepping:
+            stats = self.scheduler.manager.reset(namespace)
+            self.metrics.num_resets += 1
+            return stats
+
+    @property
+    def metrics(self) -> Metrics:
+        """What was counted so far; `engine.metrics.text()` is for Prometheus. May be read from any thread."""
+        return self.stepper.metrics
 
     # ---- a step
 
@@ -238,55 +254,7 @@ class Engine:
         with finish_reason "error", and nobody else notices. An interruption (Ctrl-C) withdraws the step and goes on up.
         """
         with self._stepping:
-            try:
-                return self._step()
-            except BaseException:
-                self.scheduler.withdraw()
-                raise
-
-    def _step(self) -> StepStats:
-        scheduler, manager = self.scheduler, self.scheduler.manager
-        before = (scheduler.num_hit_tokens, scheduler.num_preemptions, manager.num_evicted_blocks, self._num_ended)
-        started = self._clock()
-        self._take_in()
-        batch = scheduler.schedule()
-        sequences = list(scheduler.batch)
-        scheduled = ran = self._clock()
-        for sequence in sequences:
-            metrics = self._generations[sequence.request.request_id].metrics
-            if metrics.first_scheduled_s is None:
-                metrics.first_scheduled_s = scheduled
-        num_failed = 0
-        if batch.sequences:
-            try:
-                logits = self.runner.forward(batch)
-            except Exception:  # whatever failed, somebody's request may be fine by itself
-                num_failed = self._run_apart(scheduler.withdraw())
-                ran = self._clock()
-            else:
-                ran = self._clock()
-                num_failed = self._accept(batch, sequences, logits)
-        self._num_steps += 1
-        prompts = [
-            min(max(s.num_prompt_tokens - item.start, 0), item.num_tokens)
-            for s, item in zip(sequences, batch.sequences, strict=True)
-        ]
-        return StepStats(
-            step=self._num_steps,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_prefill_tokens=sum(prompts),
-            num_decode_tokens=batch.num_tokens - sum(prompts),
-            num_hit_tokens=scheduler.num_hit_tokens - before[0],
-            num_preemptions=scheduler.num_preemptions - before[1],
-            num_evicted_blocks=manager.num_evicted_blocks - before[2],
-            num_finished=self._num_ended - before[3],
-            num_failed=num_failed,
-            sizes=manager.sizes,
-            schedule_s=scheduled - started,
-            forward_s=ran - scheduled,
-            postprocess_s=self._clock() - ran,
-        )
+            return self.stepper.step(self._take_in)
 
     def _take_in(self) -> None:
         # Whoever is aborted by now has been added by now.
@@ -295,107 +263,7 @@ class Engine:
             self.scheduler.add(self._arriving.popleft().request)
         for generation in aborting:
             if self._generations.get(generation.request.request_id) is generation:
-                self._end_all(generation.request.request_id, "abort")
-
-    def _run_apart(self, sequences: Sequence[Running]) -> int:
-        """Runs the sequences of a failed step one by one; returns how many failed."""
-        num_failed = 0
-        for sequence in sequences:
-            batch = self.scheduler.schedule_alone(sequence)
-            if not batch.sequences:  # has to wait
-                continue
-            try:
-                logits = self.runner.forward(batch)
-            except Exception as error:
-                self.scheduler.withdraw()
-                self._end_all(sequence.request.request_id, "error", _described(error))
-                num_failed += 1
-            else:
-                num_failed += self._accept(batch, [sequence], logits)
-        return num_failed
-
-    def _accept(self, batch: ScheduledBatch, sequences: Sequence[Running], logits: torch.Tensor) -> int:
-        """The batch has run: samples for those whose tokens are all computed. Returns how many that failed for."""
-        self.scheduler.commit()
-        wanted = [s for s, item in zip(sequences, batch.sequences, strict=True) if item.needs_logits]
-        for running in sequences:
-            generation = self._generations[running.request.request_id]
-            if not generation.metrics.token_times_s:
-                generation.num_cached_tokens = running.num_cached_tokens or 0
-        # What is sampled from a row: a token for its sequence, or at the end of a prompt one for each of n samples.
-        samples = [self._samples_of(running) for running in wanted]
-        rows = [row for row, some in enumerate(samples) for _ in some]
-        every = [sample for some in samples for sample in some]
-        params = [wanted[row].request.sampling_params for row in rows]
-        picked = logits[rows] if len(rows) > len(logits) else logits
-        try:
-            tokens = iter(sample_tokens(picked, params, [sample.generator for sample in every]))
-        except ValueError:
-            # One of the rows is no distribution; the others are.
-            each = zip(wanted, samples, logits.split(1), strict=True)
-            return sum(self._sample(running, some, row) for running, some, row in each)
-        return sum(self._take(s, some, [next(tokens) for _ in some]) for s, some in zip(wanted, samples, strict=True))
-
-    def _samples_of(self, running: Running) -> list[Sample]:
-        samples = self._generations[running.request.request_id].samples
-        is_prompt = running.sample == 0 and running.num_tokens == running.num_prompt_tokens
-        return list(samples) if is_prompt else [samples[running.sample]]
-
-    def _sample(self, running: Running, samples: list[Sample], row: torch.Tensor) -> int:
-        """Samples from one row by itself; ends the request if that fails. Returns 1 if it did."""
-        params = [running.request.sampling_params] * len(samples)
-        try:
-            tokens = sample_tokens(row[[0] * len(samples)], params, [sample.generator for sample in samples])
-        except ValueError as error:
-            self._end_all(running.request.request_id, "error", _described(error))
-            return 1
-        return self._take(running, samples, tokens)
-
-    def _take(self, running: Running, samples: list[Sample], tokens: list[SampledToken]) -> int:
-        """Gives tokens to a sequence and, at the end of its prompt, to its forks. Returns 1 if forking failed."""
-        generation = self._generations[running.request.request_id]
-        now = self._clock()
-        each = [running]
-        try:
-            for index in range(1, len(samples)):
-                other, copies = self.scheduler.fork(running, index)
-                each.append(other)
-                self.runner.copy(copies)
-        except Exception as error:
-            self._end_all(running.request.request_id, "error", _described(error))
-            return 1
-        metrics = generation.metrics
-        if metrics.first_token_s is None:
-            metrics.first_token_s = now
-        for sequence, sample, token in zip(each, samples, tokens, strict=True):
-            self.scheduler.append_token(sequence, token.token_id)
-            if sequence.sample == 0:
-                metrics.token_times_s.append(now)
-            if sample.append(token.token_id, token.logprobs):
-                self._end(sequence)
-        return 0
-
-    def _end(self, sequence: Running) -> None:
-        """Takes a sequence whose sample has ended out of the scheduler."""
-        request_id = sequence.request.request_id
-        self.scheduler.finish(sequence)
-        generation = self._generations.get(request_id)
-        if generation is None:  # ended with all its samples
-            return
-        metrics = generation.metrics
-        metrics.num_preemptions = max(metrics.num_preemptions, sequence.num_preemptions)
-        if generation.is_finished:
-            metrics.finished_s = self._clock()
-            self._num_ended += 1
-            del self._generations[request_id]
-
-    def _end_all(self, request_id: str, reason: str, error: str | None = None) -> None:
-        """Ends all of a request that still runs, samples that have yet to be forked included."""
-        for sample in self._generations[request_id].samples:
-            if sample.finish_reason is None:
-                sample.end(reason, error)
-        for sequence in self.scheduler.sequences(request_id):
-            self._end(sequence)
+                self.stepper.end_all(generation.request.request_id, "abort")
 
     # ---- whole requests
 
@@ -417,13 +285,12 @@ class Engine:
         each = [sampling_params] * len(prompts) if not isinstance(sampling_params, Sequence) else list(sampling_params)
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params: expected one, or {len(prompts)}, got {len(each)}")
-        generations = []
+        generations: list[Generation] = []
         try:
             for prompt, params in zip(prompts, each, strict=True):
-                generations.append(self._generations[self.add_request(prompt, params)])
+                generations.append(self._add(prompt, params))
         except BaseException:
-            for generation in generations:
-                self.abort(generation.request.request_id)
+            self._aborting.extend(generations)
             self._settle()
             raise
         while not all(generation.is_finished for generation in generations):
@@ -436,50 +303,47 @@ class Engine:
         """Serves one request, yielding what there is of it after each of its tokens. Leaving the loop aborts it.
 
         Steps the engine for everybody: several streams may be read in turn.
+
+        Args:
+            prompt, sampling_params, options: as `add_request` takes them.
         """
-        generation = self._generations[self.add_request(prompt, sampling_params, **options)]
-        seen = 0
-        try:
-            while True:
-                count = sum(len(sample.token_ids) for sample in generation.samples)
-                if count > seen or generation.is_finished:
-                    seen = count
-                    yield generation.output()
-                if generation.is_finished:
-                    return
-                self.step()
-        finally:
-            if not generation.is_finished:
-                self.abort(generation.request.request_id)
-                self._settle()
+        with self._followed(prompt, sampling_params, options) as stream:
+            while not stream.is_over:
+                if stream.has_news:
+                    yield stream.read()
+                else:
+                    self.step()
 
     async def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for coroutines: steps run in a thread, one at a time, for all streams together."""
-        generation = self._generations[self.add_request(prompt, sampling_params, **options)]
-        seen = 0
+        with self._followed(prompt, sampling_params, options) as stream:
+            while not stream.is_over:
+                if stream.has_news:
+                    yield stream.read()
+                else:
+                    # The step goes on in its thread when this task is cancelled; the next one waits for it.
+                    await asyncio.to_thread(self._step_for, stream)
+
+    @contextmanager
+    def _followed(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, options: dict[str, Any]
+    ) -> Iterator[Stream]:
+        """Adds a request, and aborts it when the block is left before it has ended."""
+        generation = self._add(prompt, sampling_params, **options)
         try:
-            while True:
-                count = sum(len(sample.token_ids) for sample in generation.samples)
-                if count > seen or generation.is_finished:
-                    seen = count
-                    yield generation.output()
-                if generation.is_finished:
-                    return
-                # The step goes on in its thread when this task is cancelled; the next one waits for it (`step`).
-                await asyncio.to_thread(self._step_unless, generation, seen)
+            yield Stream(generation)
         finally:
             if not generation.is_finished:
-                self.abort(generation.request.request_id)
+                self._aborting.append(generation)
                 self._settle()
 
-    def _step_unless(self, generation: Generation, seen: int) -> None:
-        """Steps, unless another stream's step has brought something in the meantime."""
+    def _step_for(self, stream: Stream) -> None:
+        """Steps, unless another stream's step has brought this one something in the meantime."""
         with self._stepping:
-            if generation.is_finished or sum(len(sample.token_ids) for sample in generation.samples) > seen:
-                return
-        self.step()
+            if not stream.has_news:
+                self.stepper.step(self._take_in)
 
     def _settle(self) -> None:
         """Takes aborts in now, where no step is under way; else the next one does."""
@@ -488,7 +352,3 @@ class Engine:
                 self._take_in()
             finally:
                 self._stepping.release()
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

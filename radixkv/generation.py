@@ -52,6 +52,11 @@ class Sample:
         self.text = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
 
+    @property
+    def is_random(self) -> bool:
+        """Whether its generator is used at all."""
+        return self._params.temperature > 0
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Takes a sampled token in. Returns whether the sample has ended."""
         self.token_ids.append(token_id)
@@ -76,7 +81,7 @@ class Sample:
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Ends the sample, whatever it was doing."""
-        rest = self._detokenizer.finish() if self._detokenizer is not None else ""
+        rest = self._detokenizer.finish() if self._detokenizer is not None and reason != "error" else ""
         if rest:
             self._add_text(rest)
         if self.finish_reason is None or reason != "length":
@@ -104,7 +109,13 @@ class Generation:
         self.request = request
         self.samples = tuple(samples)
         self.num_cached_tokens = 0
+        self.has_started = False  # its first step has run
         self.metrics = RequestMetrics(arrival_s)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far, of all samples."""
+        return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def is_finished(self) -> bool:
@@ -119,3 +130,22 @@ class Generation:
             self.num_cached_tokens,
             replace(self.metrics, token_times_s=list(self.metrics.token_times_s)),
         )
+
+
+class Stream:
+    """What a reader has seen of a request."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._num_seen = 0
+        self.is_over = False  # the end was read
+
+    @property
+    def has_news(self) -> bool:
+        return self._generation.is_finished or self._generation.num_tokens > self._num_seen
+
+    def read(self) -> RequestOutput:
+        """What there is by now."""
+        self.is_over = self._generation.is_finished
+        self._num_seen = self._generation.num_tokens
+        return self._generation.output()

@@ -15,54 +15,13 @@ step is scheduled, so that one batch computes a shared prefix once), then run th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from radixkv.block_allocator import BlockAllocator, OutOfBlocks
-from radixkv.cache.base import Blocks, CacheCorruption, Lease, PrefixCache, Tail, check_count
+from radixkv.cache.base import NO_BLOCKS, Blocks, CacheCorruption, PrefixCache, Tail, check_count
 from radixkv.cache.namespace import Namespace
+from radixkv.sequence_blocks import BlockCopy, PoolSizes, ResetStats, SequenceBlocks, StepLog
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """The first num_tokens rows of a cached block, to be copied into a sequence's own before the step runs."""
-
-    source: int
-    destination: int
-    num_tokens: int
-
-
-@dataclass(eq=False, slots=True)
-class SequenceBlocks:
-    """What one request holds. Made by `KVManager.begin`; read it, but change it through the manager alone.
-
-    Attributes:
-        lease: its pins in the cache.
-        block_table: [ceil(num_tokens / block_size)] int32.
-        num_cached_tokens: tokens it need not compute: whole blocks matched, and rows to be copied.
-        copy: the copy of a partial match, once there is a block to copy into and until the step is committed.
-    """
-
-    lease: Lease
-    block_table: Blocks
-    num_cached_tokens: int
-    copy: BlockCopy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSizes:
-    """Blocks of the pool by who holds them. Of a growing pool, `free` are those that came back."""
-
-    free: int
-    private: int
-    pinned: int
-    evictable: int
-
-    @property
-    def num_blocks(self) -> int:
-        return self.free + self.private + self.pinned + self.evictable
 
 
 class KVManager:
@@ -84,11 +43,7 @@ class KVManager:
         self.num_evicted_blocks = 0
         self._sequences: dict[int, SequenceBlocks] = {}
         self._copying: list[SequenceBlocks] = []
-        # Since the last commit: what stood in a table where the cache's blocks stand now, and who published what.
-        self._replaced: list[tuple[SequenceBlocks, int, Blocks]] = []
-        self._published: list[tuple[SequenceBlocks, Blocks]] = []
-        self._advanced: dict[int, int] = {}  # by id of a sequence held here: its num_cached_tokens before
-        self._in_step: set[int] = set()  # ids of the sequences that published
+        self._step: dict[int, StepLog] = {}  # by id of a sequence held here: of those that the step has changed
 
     # ---- admission
 
@@ -110,6 +65,7 @@ class KVManager:
         num_partial = lease.partial.num_tokens if lease.partial else 0
         sequence = SequenceBlocks(lease, lease.block_ids, lease.num_tokens + num_partial)
         self._sequences[id(sequence)] = sequence
+        self._step[id(sequence)] = StepLog(0, NO_BLOCKS, 0)  # before the step it had nothing
         return sequence
 
     def cancel(self, sequence: SequenceBlocks) -> None:
@@ -141,12 +97,13 @@ class KVManager:
             return
         if missing == self.num_available + 1 and sequence.lease.partial and not sequence.copy:
             self.give_up_partial(sequence)
-        first = self._take(missing)
+        grown = self._take(missing)
+        self._log(sequence).grown.append(grown)
         destination = len(sequence.block_table)
-        sequence.block_table = np.concatenate([sequence.block_table, first])
+        sequence.block_table = np.concatenate([sequence.block_table, grown])
         partial = sequence.lease.partial
         if partial and not sequence.copy and destination == self._num_leased(sequence):
-            sequence.copy = BlockCopy(partial.block_id, int(first[0]), partial.num_tokens)
+            sequence.copy = BlockCopy(partial.block_id, int(grown[0]), partial.num_tokens)
             self._copying.append(sequence)
 
     def give_up_partial(self, sequence: SequenceBlocks) -> None:
@@ -168,7 +125,11 @@ class KVManager:
         self._check_committed(sequence)
         packed = pack(token_ids)
         width = self.cache.block_size * TOKEN_BYTES
-        lease = self.cache.acquire(packed[: self._num_leased(sequence) * width], sequence.lease.namespace)
+        is_stale = sequence.lease.is_stale  # then what is cached by now is other KV than the sequence's
+        lease = self.cache.acquire(
+            b"" if is_stale else packed[: self._num_leased(sequence) * width], sequence.lease.namespace
+        )
+        lease.is_stale = is_stale
         shared = lease.num_tokens // self.cache.block_size
         sources = sequence.block_table[shared : -(-len(packed) // width)]
         try:
@@ -188,6 +149,8 @@ class KVManager:
         sequence.copy = None
         self.cache.unpin_partial(sequence.lease)
         sequence.num_cached_tokens = min(sequence.num_cached_tokens, num_blocks * self.cache.block_size)
+        if log := self._step.get(id(sequence)):  # given up for good
+            log.num_cached_tokens = min(log.num_cached_tokens, sequence.num_cached_tokens)
 
     @property
     def num_available(self) -> int | float:
@@ -231,14 +194,13 @@ class KVManager:
             ValueError: the sequence has published in this step.
         """
         self._check_committed(sequence)
-        first = self._num_leased(sequence)
+        log, first = self._log(sequence), self._num_leased(sequence)
         gained = self.cache.advance(sequence.lease, _after(sequence, token_ids, start))
         if not len(gained):
             return 0
         if sequence.lease.partial and not sequence.copy:  # it continued the old end
             self._drop_partial(sequence, first)
-        self._advanced.setdefault(id(sequence), sequence.num_cached_tokens)
-        self._replace(sequence, first, gained)
+        self._replace(sequence, log, first, gained)
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, sequence.lease.num_tokens)
         return len(gained) * self.cache.block_size
 
@@ -269,14 +231,12 @@ class KVManager:
             raise ValueError(
                 f"sequence: expected blocks for {num_tokens} tokens, got {len(sequence.block_table)} blocks"
             )
+        log = self._log(sequence)
         duplicates = self.cache.insert(sequence.lease, rest, own)
         num_duplicates = len(duplicates)
-        published = own[num_duplicates : self._num_leased(sequence) - first]
-        if num_duplicates:
-            self._replace(sequence, first, duplicates[:, 1])
-        if len(published):
-            self._published.append((sequence, published))
-            self._in_step.add(id(sequence))
+        self._replace(sequence, log, first, duplicates[:, 1])
+        if self._num_leased(sequence) > first + num_duplicates:
+            log.has_published = True
         self._reclaim()
         return num_duplicates * self.cache.block_size
 
@@ -292,56 +252,32 @@ class KVManager:
                 sequence.copy = None
                 self.cache.unpin_partial(sequence.lease)
         self._copying.clear()
-        for _, _, own in self._replaced:
-            self.allocator.free(own)
-        self._replaced.clear()
-        self._published.clear()
-        self._advanced.clear()
-        self._in_step.clear()
+        for log in self._step.values():
+            for own in log.replaced:
+                self.allocator.free(own)
+        self._step.clear()
         self.cache.commit()
         self._reclaim()
 
     def withdraw(self) -> None:
-        """The step has failed: what it published is private again, what that had replaced stands in the tables again.
+        """The step has failed: every sequence has what it had before it, and what others had published by then.
 
-        (A tail that it had replaced in the cache is gone: one partly filled block to be computed anew.)
-
-        A sequence that was given blocks which another published in this step loses them, and all after them: its
-        `num_cached_tokens` and `block_table` say what is left. Copies are still to be run.
+        What was published is its sequence's own again, and free if it came in this step. So a sequence may have fewer
+        blocks than `grow` gave it, and fewer cached tokens than `begin` found: `block_table`, `num_cached_tokens` and
+        `copy` say what is left. (A tail that was replaced in the cache is gone: one partly filled block.)
         """
-        withdrawn = self.cache.withdraw()
-        owner = {block: sequence for sequence, blocks in self._published for block in blocks.tolist()}
-        for sequence, first, own in reversed(self._replaced):
-            # What an earlier step had computed is still leased; own blocks go back to where the lease was cut.
-            leased = max(self._num_leased(sequence) - first, 0)
-            self.allocator.free(own[:leased])
-            sequence.block_table = sequence.block_table.copy()
-            sequence.block_table[first + leased : first + len(own)] = own[leased:]
-            owner.update((block, sequence) for block in own.tolist())
-        foreign = set(withdrawn.tolist())
-        for sequence in self._sequences.values():
-            if id(sequence) in self._advanced:
-                sequence.num_cached_tokens = self._advanced[id(sequence)]
-            leased = self._num_leased(sequence)
-            for index in range(leased, len(sequence.block_table)):
-                block = int(sequence.block_table[index])
-                if block in foreign and owner[block] is not sequence:
-                    self._cut(sequence, index, foreign, owner)
-                    break
-        self._replaced.clear()
-        self._published.clear()
-        self._advanced.clear()
-        self._in_step.clear()
-
-    def _cut(self, sequence: SequenceBlocks, end: int, foreign: set[int], owner: dict[int, SequenceBlocks]) -> None:
-        """Takes the blocks from `end` on from a sequence, and frees those that were its own."""
-        lost = sequence.block_table[end:].tolist()
-        self.allocator.free([block for block in lost if block not in foreign or owner[block] is sequence])
-        sequence.block_table = sequence.block_table[:end].copy()
-        sequence.num_cached_tokens = min(sequence.num_cached_tokens, end * self.cache.block_size)
-        matched = len(sequence.lease.block_ids)  # where a partial match goes on
-        if sequence.lease.partial and end <= matched:
-            self._drop_partial(sequence, end)
+        self.cache.withdraw()
+        for key, log in self._step.items():
+            sequence = self._sequences[key]
+            leased = self._num_leased(sequence)  # cut back to what earlier steps had computed
+            self.allocator.free(log.to_free(leased))
+            sequence.block_table = np.concatenate([sequence.block_table[:leased], log.kept(leased)])
+            if sequence.copy and sequence.copy.destination not in sequence.block_table:
+                self._copying.remove(sequence)
+                sequence.copy = None
+            num_partial = sequence.lease.partial.num_tokens if sequence.lease.partial else 0
+            sequence.num_cached_tokens = max(log.num_cached_tokens, sequence.lease.num_tokens + num_partial)
+        self._step.clear()
 
     def end(self, sequence: SequenceBlocks, token_ids: TokenIds = b"", *, start: int = 0) -> None:
         """Ends a sequence: its pins are let go, its own blocks are freed.
@@ -363,6 +299,8 @@ class KVManager:
         rest = _after(sequence, packed, start) if packed else b""
         if rest and sequence.copy:
             raise ValueError("token_ids: expected none, as the rows of the partial match were never copied")
+        if sequence.lease.is_stale:
+            rest = b""
         if len(rest) >= self.cache.block_size * TOKEN_BYTES and self.cache.partial_blocks:
             raise ValueError(
                 f"token_ids: expected fewer than {self.cache.block_size} after the {sequence.lease.num_tokens} "
@@ -375,13 +313,31 @@ class KVManager:
         self._free_own(sequence, leased + (tail is not None))
         self._reclaim()
 
+    def reset(self, namespace: Namespace | None = None) -> ResetStats:
+        """Forgets what is cached, between two steps; who runs goes on with what it has, for itself alone.
+
+        Args:
+            namespace: only what depends on one of these parts; None: everything.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if any(log.has_published for log in self._step.values()):
+            raise RuntimeError("reset: expected the step to be committed or withdrawn before")
+        superseded = self.cache.num_superseded_blocks
+        forgotten = self.cache.reset(namespace)
+        self.allocator.free(forgotten.block_ids)
+        self._reclaim()
+        num_stale = sum(sequence.lease.is_stale for sequence in self._sequences.values())
+        return ResetStats(len(forgotten.block_ids) + superseded, forgotten.num_pinned, num_stale)
+
     # ---- who holds what
 
     @property
     def sizes(self) -> PoolSizes:
         """Blocks by who holds them; `private` is counted from the tables."""
         private = sum(len(s.block_table) - self._num_leased(s) for s in self._sequences.values())
-        private += sum(len(own) for _, _, own in self._replaced)
+        private += sum(len(own) for log in self._step.values() for own in log.replaced)
         cached = self.cache.sizes
         return PoolSizes(self.allocator.num_free, private, cached.pinned, cached.evictable)
 
@@ -389,8 +345,8 @@ class KVManager:
         """Raises CacheCorruption unless every block is held exactly once, and the cache's own invariants hold."""
         self.cache.check()
         own = [s.block_table[self._num_leased(s) :] for s in self._sequences.values()]
-        own += [blocks for _, _, blocks in self._replaced]
-        private = np.concatenate([np.empty(0, np.int32), *own])
+        own += [blocks for log in self._step.values() for blocks in log.replaced]
+        private = np.concatenate([NO_BLOCKS, *own])
         if len(np.unique(private)) != len(private):
             raise CacheCorruption("violated: no block is private to two sequences")
         if np.isin(private, self.allocator.free_ids()).any():
@@ -409,19 +365,29 @@ class KVManager:
 
     def _check_committed(self, sequence: SequenceBlocks) -> None:
         self._check_held(sequence)
-        if id(sequence) in self._in_step:
+        if (log := self._step.get(id(sequence))) and log.has_published:
             raise ValueError("sequence: expected one whose last step was committed or withdrawn")
+
+    def _log(self, sequence: SequenceBlocks) -> StepLog:
+        """What the step has done to a sequence; begun before the first change."""
+        log = self._step.get(id(sequence))
+        if log is None:
+            first = self._num_leased(sequence)
+            log = StepLog(first, sequence.block_table[first:], sequence.num_cached_tokens)
+            self._step[id(sequence)] = log
+        return log
 
     def _num_leased(self, sequence: SequenceBlocks) -> int:
         return sequence.lease.num_tokens // self.cache.block_size
 
-    def _replace(self, sequence: SequenceBlocks, first: int, cached: Blocks) -> None:
+    def _replace(self, sequence: SequenceBlocks, log: StepLog, first: int, cached: Blocks) -> None:
+        """Puts the cache's blocks into a table, from block `first` on."""
         if not len(cached):
             return
         end = first + len(cached)
         own = sequence.block_table[first:end]
         if len(own):
-            self._replaced.append((sequence, first, own))
+            log.replaced.append(own)
         sequence.block_table = np.concatenate([sequence.block_table[:first], cached, sequence.block_table[end:]])
 
     def _free_own(self, sequence: SequenceBlocks, first: int) -> None:
@@ -430,7 +396,9 @@ class KVManager:
 
     def _forget(self, sequence: SequenceBlocks) -> None:
         del self._sequences[id(sequence)]
-        self._advanced.pop(id(sequence), None)
+        if log := self._step.pop(id(sequence), None):
+            for own in log.replaced:
+                self.allocator.free(own)
         if sequence.copy:
             sequence.copy = None
             self._copying.remove(sequence)

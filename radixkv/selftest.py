@@ -13,18 +13,7 @@ import torch
 
 from radixkv.engine import Engine
 from radixkv.request import SamplingParams
-
-
-class _Recorded(Engine):
-    """Keeps the logits from which each token was sampled."""
-
-    logits: dict[tuple[str, int], torch.Tensor]
-
-    def _accept(self, batch, sequences, logits):
-        wanted = [s for s, item in zip(sequences, batch.sequences, strict=True) if item.needs_logits]
-        for sequence, row in zip(wanted, logits, strict=True):
-            self.logits[sequence.request.request_id, sequence.num_tokens] = row.clone()
-        return super()._accept(batch, sequences, logits)
+from radixkv.sequence import Sequence
 
 
 def compare(
@@ -39,7 +28,7 @@ def compare(
         AssertionError: two rows differ; the message says where, and by how much.
     """
     rng = random.Random(seed)
-    engine = _engine(model, cache, rng.choice([24, 100, 512]), dtype, device)
+    engine, logits = _engine(model, cache, rng.choice([24, 100, 512]), dtype, device)
     vocab_size = engine.runner.config.vocab_size
     shared = [rng.randrange(vocab_size) for _ in range(rng.randint(20, 200))]
     prompts = [
@@ -57,10 +46,10 @@ def compare(
         engine.step()
     num_rows = 0
     for index, prompt in enumerate(prompts):
-        alone = _engine(model, "null", 2048, dtype, device)
+        alone, alone_logits = _engine(model, "null", 2048, dtype, device)
         alone.generate([prompt], params)
-        for (_, position), row in alone.logits.items():
-            mine = engine.logits[str(index), position]
+        for (_, position), row in alone_logits.items():
+            mine = logits[str(index), position]
             num_rows += 1
             if not torch.equal(mine, row):
                 largest = (mine - row).abs().max().item()
@@ -70,8 +59,13 @@ def compare(
     return num_rows, sum(generation.num_cached_tokens for generation in generations)
 
 
-def _engine(model: str, cache: str, budget: int, dtype: torch.dtype | None, device: str | None) -> _Recorded:
-    engine = _Recorded.from_pretrained(
+Logits = dict[tuple[str, int], torch.Tensor]  # of the row from which a request's token at a position was sampled
+
+
+def _engine(
+    model: str, cache: str, budget: int, dtype: torch.dtype | None, device: str | None
+) -> tuple[Engine, Logits]:
+    engine = Engine.from_pretrained(
         model,
         cache=cache,
         num_blocks=128,
@@ -80,9 +74,13 @@ def _engine(model: str, cache: str, budget: int, dtype: torch.dtype | None, devi
         dtype=dtype,
         device=device,
     )
-    assert isinstance(engine, _Recorded)
-    engine.logits = {}
-    return engine
+    logits: Logits = {}
+
+    def keep(sequence: Sequence, row: torch.Tensor) -> None:
+        logits[sequence.request.request_id, sequence.num_tokens] = row.clone()
+
+    engine.stepper.on_logits = keep
+    return engine, logits
 
 
 def main() -> None:

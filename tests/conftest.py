@@ -8,7 +8,7 @@ import os
 import sys
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Threads that spin while they wait make small models ten times slower where two processes share two cores.
@@ -18,6 +18,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 # The same examples each time where a run must not depend on chance; elsewhere new ones are looked for.
 settings.register_profile("ci", derandomize=True)
+# One failure is enough to know, and nobody reads it (`make mutants`).
+settings.register_profile("mutants", derandomize=True, database=None, phases=[Phase.generate])
 if os.environ.get("CI"):
     settings.load_profile("ci")
 

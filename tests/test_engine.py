@@ -65,19 +65,16 @@ class Recorded(Engine):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.logits = {}
-        self.fails_on = None
+        self.stepper.on_logits = self.keep
 
-    def _step(self):
-        stats = super()._step()
+    def step(self):
+        stats = super().step()
         self.scheduler.manager.check()
         assert stats.sizes.num_blocks == self.runner.num_blocks
         return stats
 
-    def _accept(self, batch, sequences, logits):
-        wanted = [s for s, item in zip(sequences, batch.sequences, strict=True) if item.needs_logits]
-        for sequence, row in zip(wanted, logits, strict=True):
-            self.logits[sequence.request.request_id, sequence.sample, sequence.num_tokens] = row.clone()
-        return super()._accept(batch, sequences, logits)
+    def keep(self, sequence, row):
+        self.logits[sequence.request.request_id, sequence.sample, sequence.num_tokens] = row.clone()
 
 
 CACHES = [("null", 16), ("flat_hash", 16), ("radix", 16), ("radix", 1)]

@@ -252,6 +252,25 @@ def test_a_partial_match_is_copied_into_the_first_own_block():
     manager.check()
 
 
+def test_a_failed_step_and_then_a_match_of_the_whole_block():
+    manager = KVManager(RadixCache(4), 10)
+    serve(manager, [0, 1, 2, 3, 4, 5])
+    tokens = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    other, sequence = manager.begin(tokens), manager.begin(tokens)
+    manager.grow(sequence, 9)
+    assert sequence.copy and sequence.num_cached_tokens == 6
+    manager.withdraw()
+    assert sequence.copy is None and sequence.num_cached_tokens == 6  # to be copied when there is a block again
+    manager.grow(other, 9)
+    manager.publish(other, tokens)
+    manager.commit()
+    assert manager.advance(sequence, tokens[:-1]) == 4
+    assert sequence.lease.partial is None and sequence.num_cached_tokens == 8
+    manager.grow(sequence, 9)
+    assert manager.copies == []
+    manager.check()
+
+
 def test_a_partial_match_is_given_up_where_it_leaves_no_room():
     manager = KVManager(RadixCache(4), 3)
     serve(manager, list(range(12)))
@@ -286,6 +305,9 @@ def test_a_block_table_never_holds_a_freed_block():
     manager.check()
     manager.withdraw()
     manager.check()
+    assert len(first.block_table) == len(second.block_table) == 0  # as before the step
+    for sequence in (first, second):
+        manager.grow(sequence, 9)
     assert not set(second.block_table) & set(first.block_table)
     manager.publish(first, list(range(9)))
     manager.publish(second, list(range(9)))

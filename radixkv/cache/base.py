@@ -61,6 +61,13 @@ class CacheSizes(NamedTuple):
     evictable: int
 
 
+class Reset(NamedTuple):
+    """What a reset did. The cache gives `block_ids` up; `num_pinned` blocks follow as the leases on them end."""
+
+    block_ids: Blocks
+    num_pinned: int
+
+
 class Lease:
     """A pinned match and a cursor: `insert` and `advance` go on from its end. Made by `acquire`, ended by `release`.
 
@@ -70,9 +77,10 @@ class Lease:
         block_ids: [num_tokens at acquire / block_size] int32, what `acquire` matched.
         partial: a partial match of the next block, its source pinned until `unpin_partial` or `release`; or None.
         namespace: as given to `acquire`.
+        is_stale: a reset concerned it. It keeps what it pins, for itself alone: it gains and publishes nothing more.
     """
 
-    __slots__ = ("_block_ids", "cursor", "namespace", "num_tokens", "partial", "released", "source")
+    __slots__ = ("_block_ids", "cursor", "is_stale", "namespace", "num_tokens", "partial", "released", "source")
 
     def __init__(
         self, cursor: Any, num_tokens: int, block_ids: Blocks | list[bytes], namespace: Namespace | None
@@ -84,6 +92,7 @@ class Lease:
         self.partial: Partial | None = None
         self.namespace = namespace
         self.released = False
+        self.is_stale = False
 
     @property
     def block_ids(self) -> Blocks:
@@ -153,6 +162,19 @@ class PrefixCache(Protocol):
         """Undoes every insert since the last commit, and cuts back the leases that end there.
 
         Returns the blocks taken out; they are their inserters' again.
+        """
+        ...
+
+    def reset(self, namespace: Namespace | None = None) -> Reset:
+        """Forgets what it holds now: nothing of it is matched again, nor what live leases compute on top of it.
+
+        Args:
+            namespace: forget only what depends on one of these parts, wherever they start; None: everything.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+
+        Cost: O(everything).
         """
         ...
 

@@ -89,6 +89,7 @@ class CappedTree(RadixTree):
         while above is not None and above.pins == 1 and above.parent is not None:
             let_go.append(above)
             above = above.parent
+        let_go = [each for each in let_go if not each.is_forgotten]
         for each in let_go:
             self.num_unpinned[self.owner(each)] += self._num_own(each)
         super().unpin(node, stamp=stamp)
@@ -97,7 +98,7 @@ class CappedTree(RadixTree):
 
     def enter_leaves(self, node: Node) -> None:
         super().enter_leaves(node)
-        owner = self.owner(node)
+        owner = self.owner(node) if node.entry else None
         if owner is not None:
             heap = self._leaves_of.setdefault(owner, [])
             heappush(heap, (node.entry < 0, node.stamp, node.entry, node))
@@ -172,6 +173,13 @@ class CappedTree(RadixTree):
         if tail is not None:
             self._forget(tail)
         super()._supersede(tail)
+
+    def forget(self, top: Node) -> tuple[list[int], list[int]]:
+        nodes = [top]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+        self._forget(*nodes)
+        return super().forget(top)
 
     def withdraw(self) -> list[bytes]:
         taken = super().withdraw()

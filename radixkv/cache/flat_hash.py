@@ -20,6 +20,7 @@ from radixkv.cache.base import (
     CacheCorruption,
     CacheSizes,
     Lease,
+    Reset,
     Tail,
     check_block_size,
     check_count,
@@ -28,12 +29,13 @@ from radixkv.cache.base import (
 )
 from radixkv.cache.block_content import BlockContents
 from radixkv.cache.block_map import BlockMap
+from radixkv.cache.block_parts import BlockParts
 from radixkv.cache.caps import CappedQueue, TenantCaps, check_caps
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.free_queue import FreeQueue
 from radixkv.cache.hash_watch import HashWatches
 from radixkv.cache.hashing import CRYPTOGRAPHIC, BlockHasher, Parts
-from radixkv.cache.namespace import Namespace, Salt, parts
+from radixkv.cache.namespace import Namespace, Salt, kinds, parts
 from radixkv.cache.watch import Rank, Watch
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack, unpack
 
@@ -104,11 +106,13 @@ class FlatHashCache:
         self._block_bytes = TOKEN_BYTES * block_size
         self._map = BlockMap()
         self._queue = FreeQueue() if tenant_caps is None else CappedQueue(check_caps(tenant_caps))
-        self._over_caps: list[int] = []  # forgotten already, and the next to be given up
         self._watches = HashWatches(self._map.held, block_size)
         self._leases: dict[Lease, None] = {}
         self._fresh: dict[int, None] = {}  # blocks inserted since the last commit, in order
         self._contents = BlockContents(block_size) if verify else None
+        self._parts_of = BlockParts(block_size)
+        self._forgotten: set[int] = set()  # pinned, but no longer in the map
+        self._superseded: list[int] = []  # forgotten, and nobody pins them any longer
         self._events = EventEmitter(block_size, self._hasher)
 
     def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
@@ -130,7 +134,8 @@ class FlatHashCache:
     def advance(self, lease: Lease, token_ids: TokenIds) -> Blocks:
         """Matches on from the lease's end. Cost: O(new match); a block that missed before is not hashed again."""
         cursor = self._cursor(lease)
-        blocks = self._match(cursor, pack(token_ids))
+        packed = pack(token_ids)
+        blocks = [] if lease.is_stale else self._match(cursor, packed)
         if not blocks:
             return NO_BLOCKS
         self._queue.pin(blocks)
@@ -156,13 +161,14 @@ class FlatHashCache:
         if len(set(ids)) != num_blocks or not self._map.hash_of.keys().isdisjoint(ids):
             twice = next(block for i, block in enumerate(ids) if block in self._map.hash_of or block in ids[:i])
             raise ValueError(f"block_ids: expected blocks that are not cached yet, each once, got {twice}")
-        if not num_blocks:
+        if not num_blocks or lease.is_stale:
             return NO_DUPLICATES
         began = self._clock_ns()
         hashes = list(self._hashes(cursor, packed))
         self.hash_ns += self._clock_ns() - began
         if self._contents is not None:
             self._contents.keep(self._map, cursor.blocks, hashes, packed, cursor.parts, ids)
+        self._parts_of.keep(ids, cursor.parts, len(cursor.blocks))
         self._map.add(hashes, ids)
         if isinstance(self._queue, CappedQueue):
             self._own(cursor, ids)
@@ -193,10 +199,13 @@ class FlatHashCache:
         del self._leases[lease]
         lease.released = True
         self._queue.unpin(cursor.blocks)
+        self._supersede(cursor.blocks)
         if isinstance(self._queue, CappedQueue):
             over = self._queue.take_over_caps()
             self._forget(over)
-            self._over_caps += over
+            self._superseded += over
+            if self._events.active:
+                self._events.removed(over)
 
     def _own(self, cursor: _Cursor, ids: list[int]) -> None:
         """Notes whose blocks these are, which go on from the cursor: the outermost salt's, from its start on."""
@@ -218,6 +227,15 @@ class FlatHashCache:
         del self._leases[lease]
         lease.released = True
         self._queue.cancel(cursor.blocks)
+        self._supersede(cursor.blocks)
+
+    def _supersede(self, blocks: list[int]) -> None:
+        """Of blocks just let go, takes those out of the queue that were forgotten and that nobody pins any longer."""
+        if self._forgotten:
+            gone = [block for block in blocks if block in self._forgotten and block not in self._queue.num_pins]
+            self._queue.remove(gone)
+            self._forgotten.difference_update(gone)
+            self._superseded += gone
 
     def commit(self) -> None:
         """The step's KV is computed: what was inserted is announced. O(1), O(inserted) while someone subscribes."""
@@ -248,17 +266,42 @@ class FlatHashCache:
         self._forget(blocks)
         return np.array(blocks, np.int32)
 
+    def reset(self, namespace: Namespace | None = None) -> Reset:
+        """Forgets what it holds now (see `PrefixCache.reset`). O(everything).
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if self._fresh:
+            raise RuntimeError("reset: expected the step to be committed or withdrawn before")
+        concerned = kinds(namespace)
+        for lease in self._leases:
+            lease.is_stale |= namespace is None or not concerned.isdisjoint(kinds(lease.namespace))
+        forgotten = list(self._map.hash_of) if namespace is None else self._parts_of.depending_on(concerned)
+        given_up = [block for block in forgotten if block not in self._queue.num_pins]
+        self._queue.remove(given_up)
+        self._forget(forgotten)
+        kept = set(forgotten).difference(given_up)
+        self._forgotten |= kept
+        if self._events.active:
+            if namespace is None:
+                self._events.cleared()
+            else:
+                self._events.removed(forgotten)
+        return Reset(np.array(given_up, np.int32), len(kept))
+
     def evict(self, num_blocks: int) -> Blocks:
-        """Gives up the first blocks of the queue, in order. Returns [<= num_blocks] int32. O(num_blocks)."""
-        spared = self._rank if self._watches else None
-        over = self._over_caps[: check_count("num_blocks", num_blocks)]
-        del self._over_caps[: len(over)]
-        blocks = self._queue.take(num_blocks - len(over), spared)
+        """Gives up what was superseded, then the first blocks of the queue, in order. O(num_blocks).
+
+        Returns [<= num_blocks] int32.
+        """
+        superseded = self._superseded[: check_count("num_blocks", num_blocks)]
+        del self._superseded[: len(superseded)]
+        blocks = self._queue.take(num_blocks - len(superseded), self._rank if self._watches else None)
         self._forget(blocks)
-        blocks = over + blocks
         if self._events.active:
             self._events.removed(blocks)
-        return np.array(blocks, np.int32)
+        return np.array(superseded + blocks, np.int32)
 
     def watch(
         self,
@@ -309,7 +352,8 @@ class FlatHashCache:
     @property
     def sizes(self) -> CacheSizes:
         num_pinned = len(self._queue.num_pins)
-        return CacheSizes(num_pinned, len(self._map.hash_of) - num_pinned + len(self._over_caps))
+        num_blocks = len(self._map.hash_of) + len(self._forgotten) + len(self._superseded)
+        return CacheSizes(num_pinned, num_blocks - num_pinned)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -317,7 +361,7 @@ class FlatHashCache:
 
     @property
     def num_superseded_blocks(self) -> int:
-        return len(self._over_caps)
+        return len(self._superseded)
 
     def _cursor(self, lease: Lease) -> _Cursor:
         check_live(lease)
@@ -368,6 +412,7 @@ class FlatHashCache:
                 self._fresh.pop(block, None)
         hashes = {self._map.hash_of[block] for block in blocks} if self._watches else ()
         self._map.remove(blocks)
+        self._parts_of.forget(blocks)
         for block_hash in hashes:
             if block_hash not in self._map.held:
                 self._let_go(self._watches.removed(block_hash))
@@ -386,7 +431,11 @@ class FlatHashCache:
                 num_pins[block] = num_pins.get(block, 0) + 1
         pinned, waiting, hashed = self._queue.num_pins, self._queue.unpinned(), self._map.hash_of
         _require(num_pins == pinned, "pins are not those of the leases")
-        _require(pinned.keys() | set(waiting) == hashed.keys(), "a block is neither pinned nor queued, or unhashed")
+        held = hashed.keys() | self._forgotten
+        _require(pinned.keys() | set(waiting) == held, "a block is neither pinned nor queued, or unhashed")
+        _require(self._forgotten <= pinned.keys() - hashed.keys(), "a block that was forgotten is free or found")
+        _require(self._parts_of.keys() <= hashed.keys(), "parts are kept of a block that is gone")
+        _require(held.isdisjoint(self._superseded), "a block that was superseded is held")
         _require(self._fresh.keys() <= hashed.keys(), "a block that is gone counts as fresh")
         self._map.check()
         self._queue.check()

@@ -7,7 +7,7 @@ that position stays shared. The flat hash folds the same namespaces in as extra 
 """
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,10 +44,11 @@ class Media:
     length: int
 
 
-Namespace = LoRA | Salt | Media | tuple[LoRA | Salt | Media, ...]
+Part = LoRA | Salt | Media
+Namespace = Part | tuple[Part, ...]
 
 
-def parts(namespace: Namespace | None) -> tuple[LoRA | Salt | Media, ...]:
+def parts(namespace: Namespace | None) -> tuple[Part, ...]:
     """Returns the parts of a namespace, by where they start.
 
     Raises:
@@ -69,12 +70,21 @@ def parts(namespace: Namespace | None) -> tuple[LoRA | Salt | Media, ...]:
     return tuple(sorted(found, key=lambda part: (part.start, type(part).__name__, repr(part))))
 
 
+def kinds(namespace: Namespace | None) -> frozenset[Part]:
+    """Returns the parts of a namespace, wherever they start."""
+    return frozenset(replace(part, start=0) for part in parts(namespace))
+
+
 class Interner:
-    """Negative ids for (namespace, token) pairs; one per cache. Grows with the pairs ever seen, not with requests."""
+    """Negative ids for (namespace, token) pairs; one per cache. `sweep` forgets those that nothing holds any longer."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[Hashable, int], int] = {}
-        self._pairs: list[tuple[LoRA | Salt | Media, int]] = []
+        self._pairs: list[tuple[Part, int] | None] = []  # by -1 - id; None: to be given again
+        self._unused: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def mark(self, packed: bytes, namespace: Namespace, offset: int = 0, *, add: bool = True) -> bytes:
         """Replaces the token at each part's start by the id of (part, token).
@@ -100,12 +110,35 @@ class Interner:
             if known is None:
                 if not add:
                     return bytes(marked[:at])
-                known = self._ids[pair] = -1 - len(self._pairs)
-                self._pairs.append((part, token))
+                known = self._ids[pair] = self._new_id((part, token))
             marked[at : at + TOKEN_BYTES] = known.to_bytes(TOKEN_BYTES, _BYTE_ORDER, signed=True)
         return bytes(marked)
 
-    def unmark(self, marked: bytes, offset: int = 0) -> tuple[bytes, tuple[LoRA | Salt | Media, ...]]:
+    def _new_id(self, pair: tuple[Part, int]) -> int:
+        if self._unused:
+            known = self._unused.pop()
+            self._pairs[-1 - known] = pair
+            return known
+        self._pairs.append(pair)
+        return -len(self._pairs)
+
+    def sweep(self, held: set[int]) -> None:
+        """Forgets all pairs but those with these ids, and those inside them. O(pairs)."""
+        for known in list(held):
+            while (known := self._pair(known)[1]) < 0:  # of several parts that start at one token
+                held.add(known)
+        for pair, known in list(self._ids.items()):
+            if known not in held:
+                del self._ids[pair]
+                self._pairs[-1 - known] = None
+                self._unused.append(known)
+
+    def _pair(self, known: int) -> tuple[Part, int]:
+        pair = self._pairs[-1 - known]
+        assert pair is not None, f"id {known} is in use, and was forgotten"
+        return pair
+
+    def unmark(self, marked: bytes, offset: int = 0) -> tuple[bytes, tuple[Part, ...]]:
         """Undoes `mark`: returns the plain packed tokens, and the parts folded into them, with their starts.
 
         Args:
@@ -124,12 +157,20 @@ class Interner:
             found += [replace(part, start=offset + at) for part in inside]
         return plain.tobytes(), tuple(found)
 
-    def resolve(self, token: int) -> tuple[int, tuple[LoRA | Salt | Media, ...]]:
+    def first(self, marked: bytes, concerned: Container[Part]) -> int | None:
+        """Returns at which token one of these parts (each with start 0) is folded in first; None where none is."""
+        tokens = unpack(marked)
+        for at in np.flatnonzero(tokens < 0).tolist():
+            if any(replace(part, start=0) in concerned for part in self.resolve(int(tokens[at]))[1]):
+                return at
+        return None
+
+    def resolve(self, token: int) -> tuple[int, tuple[Part, ...]]:
         """Returns the token that a negative id stands for, and the namespace parts folded into it."""
         return self._resolve(token, ())
 
-    def _resolve(self, token: int, outer: tuple) -> tuple[int, tuple[LoRA | Salt | Media, ...]]:
+    def _resolve(self, token: int, outer: tuple) -> tuple[int, tuple[Part, ...]]:
         if token >= 0:
             return token, outer
-        part, inner = self._pairs[-1 - token]
+        part, inner = self._pair(token)
         return self._resolve(inner, (part, *outer))

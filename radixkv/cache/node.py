@@ -24,6 +24,7 @@ class Node:
         "entry",
         "fresh",
         "heat",
+        "is_forgotten",
         "is_marked",
         "order",
         "parent",
@@ -42,6 +43,7 @@ class Node:
         self.order: ChildOrder | None = None  # the keys of children, sorted; made when first needed
         self.pins = 0  # leases that end here + partial matches copied from here + pinned children
         self.is_marked = False  # whether the span holds an interned id, so that plain tokens may not enter it
+        self.is_forgotten = False  # by a reset: found no more, and gone when the last pin is
         self.fresh = 0  # blocks at the end of the span that were inserted since the last commit
         self.born = born
         self.stamp = born

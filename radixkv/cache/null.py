@@ -9,6 +9,7 @@ from radixkv.cache.base import (
     Blocks,
     CacheSizes,
     Lease,
+    Reset,
     Tail,
     check_block_size,
     check_count,
@@ -71,6 +72,10 @@ class NullCache:
 
     def withdraw(self) -> Blocks:
         return NO_BLOCKS
+
+    def reset(self, namespace: Namespace | None = None) -> Reset:
+        parts(namespace)
+        return Reset(NO_BLOCKS, 0)
 
     def evict(self, num_blocks: int) -> Blocks:
         check_count("num_blocks", num_blocks)

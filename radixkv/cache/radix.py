@@ -7,7 +7,7 @@ first pinned ancestor, a leaf in the sorted set only while nobody holds it, rece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ from radixkv.cache.base import (
     NO_BLOCKS,
     NO_DUPLICATES,
     Blocks,
+    CacheCorruption,
     CacheSizes,
     Lease,
     Partial,
+    Reset,
     Tail,
     check_block_size,
     check_count,
@@ -29,12 +31,16 @@ from radixkv.cache.base import (
 from radixkv.cache.caps import CappedTree, TenantCaps, check_caps
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.eviction import Policy, make_policy
-from radixkv.cache.namespace import Interner, Namespace
+from radixkv.cache.namespace import Interner, Namespace, Part, kinds
 from radixkv.cache.node import BLOCK_ID_BYTES, Node
 from radixkv.cache.radix_check import check_tree
+from radixkv.cache.snapshot import Span, take
 from radixkv.cache.tree import RadixTree
 from radixkv.cache.watch import Rank, Watch
 from radixkv.tokens import TOKEN_BYTES, TokenIds, has_negative, pack
+
+# New (namespace, token) pairs, besides one for each cached block, before those in no node are looked for.
+MIN_PAIRS_TO_SWEEP = 1024
 
 
 class RadixCache:
@@ -70,6 +76,8 @@ class RadixCache:
             self.tree = RadixTree(block_size, made)
         else:
             self.tree = CappedTree(block_size, made, check_caps(tenant_caps), self._interner)
+        self._num_pairs_kept = 0  # at the last sweep
+        self._leases: dict[Lease, None] = {}
         self._moved: dict[Lease, None] = {}  # leases moved while there were blocks not committed
         self._events = EventEmitter(block_size)
 
@@ -103,7 +111,7 @@ class RadixCache:
     def acquire(self, token_ids: TokenIds, namespace: Namespace | None = None) -> Lease:
         key = pack(token_ids)
         if namespace is not None:
-            key = self._interner.mark(key, namespace)
+            key = self._interner.mark(key, namespace, add=False)
         tree = self.tree
         is_plain = namespace is None
         node, at, found = tree.walk(tree.root, key, is_plain)
@@ -117,12 +125,16 @@ class RadixCache:
                 tree.pin(source)
                 lease.source = source
                 lease.partial = Partial(int(_unpacked(source.blocks[:BLOCK_ID_BYTES])[0]), num_tokens)
+        self._leases[lease] = None
         if tree.fresh:
             self._moved[lease] = None
         return lease
 
     def advance(self, lease: Lease, token_ids: TokenIds) -> Blocks:
-        node, at, found = self.tree.walk(lease.cursor, self._key(lease, token_ids), lease.namespace is None)
+        key = self._key(lease, token_ids, add=False)
+        if lease.is_stale:
+            return NO_BLOCKS
+        node, at, found = self.tree.walk(lease.cursor, key, lease.namespace is None)
         self._move(lease, node, at)
         return _joined(found)
 
@@ -136,13 +148,28 @@ class RadixCache:
         if self.tree.fresh:
             self._moved[lease] = None
 
-    def _key(self, lease: Lease, token_ids: TokenIds) -> bytes:
+    def _key(self, lease: Lease, token_ids: TokenIds, *, add: bool = True) -> bytes:
         """Packs the tokens after a lease's end, the parts of its namespace that start there folded in."""
         check_live(lease)
         key = pack(token_ids)
         if lease.namespace is not None:
-            key = self._interner.mark(key, lease.namespace, lease.num_tokens)
+            if add and len(self._interner) > self._num_pairs_kept + self.tree.num_blocks + MIN_PAIRS_TO_SWEEP:
+                self._sweep()
+            key = self._interner.mark(key, lease.namespace, lease.num_tokens, add=add)
         return key
+
+    def _sweep(self) -> None:
+        """Forgets the namespaces that no node holds: O(nodes), once in so many new (namespace, token) pairs."""
+        held: set[int] = set()
+        nodes = [self.tree.root]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+            if node.is_marked:
+                tokens = _unpacked(node.span)
+                held.update(tokens[tokens < 0].tolist())
+        held.update(self.tree.watches.marks())
+        self._interner.sweep(held)
+        self._num_pairs_kept = len(self._interner)
 
     # ---- publishing
 
@@ -151,7 +178,7 @@ class RadixCache:
         tree = self.tree
         end = len(key) // tree.width * tree.width
         blocks = pack_unchecked(block_ids, end // tree.width)
-        if not end:
+        if not end or lease.is_stale:
             return NO_DUPLICATES
         is_plain = lease.namespace is None
         if has_negative(key + blocks if is_plain else blocks):  # in one go: that is most of what it costs
@@ -198,6 +225,7 @@ class RadixCache:
 
     def _end(self, lease: Lease, stamp: int | None) -> None:
         node, lease.cursor, lease.released = lease.cursor, None, True
+        del self._leases[lease]
         self._moved.pop(lease, None)
         self.tree.unpin(node, stamp=stamp)
         self.tree.join(node)
@@ -213,6 +241,10 @@ class RadixCache:
             expected = f"1..{self.block_size - 1} tokens"
             raise ValueError(f"tail.token_ids: expected {expected}, got {len(tokens) // TOKEN_BYTES}")
         block = pack_blocks([tail.block_id], 1)
+        if lease.is_stale:
+            self.tree.num_blocks += 1
+            self.tree.superseded.append(int(_unpacked(block)[0]))
+            return
         lease.cursor = self.tree.hang(lease.cursor, tokens, block, lease.namespace is None)
 
     # ---- steps
@@ -246,6 +278,39 @@ class RadixCache:
             self.tree.pin(node)
             self.tree.unpin(lease.cursor, stamp=None)
             lease.cursor = node
+
+    def reset(self, namespace: Namespace | None = None) -> Reset:
+        if self.tree.fresh:
+            raise RuntimeError("reset: expected the step to be committed or withdrawn before")
+        concerned = kinds(namespace)
+        for lease in self._leases:
+            lease.is_stale |= namespace is None or not concerned.isdisjoint(kinds(lease.namespace))
+        given_up: list[int] = []
+        kept: list[int] = []
+        for top in list(self.tree.root.children.values()) if namespace is None else self._tops(concerned):
+            blocks = self.tree.forget(top)
+            given_up += blocks[0]
+            kept += blocks[1]
+        if self._events.active:
+            if namespace is None:
+                self._events.cleared()
+            else:
+                self._events.removed([*given_up, *kept])
+        return Reset(np.array(given_up, np.int32), len(kept))
+
+    def _tops(self, concerned: Container[Part]) -> list[Node]:
+        """Returns the nodes from which on everything depends on one of these parts, cut off from what does not."""
+        tops = []
+        nodes = list(self.tree.root.children.values())
+        for node in nodes:  # grows while it is walked
+            at = self._interner.first(node.span, concerned) if node.is_marked else None
+            if at is None:
+                nodes.extend(node.children.values())
+                continue
+            if at >= self.block_size:
+                self.tree.split(node, at // self.block_size * self.tree.width)
+            tops.append(node)
+        return tops
 
     def evict(self, num_blocks: int) -> Blocks:
         evicted = self.tree.evict(check_count("num_blocks", num_blocks))
@@ -322,13 +387,23 @@ class RadixCache:
             nodes.extend(node.children.values())
         return sum(node.num_tokens for node in nodes)
 
+    def snapshot(self) -> Span:
+        """Returns the whole tree as plain data, from an empty span at its root. O(nodes log nodes + tokens)."""
+        return take(self.tree.root, self._interner)
+
     @property
     def num_superseded_blocks(self) -> int:
         return len(self.tree.superseded)
 
     def check(self, leases: Iterable[Lease] | None = None) -> None:
-        """Asserts every invariant; with all live leases given, that the pins are exactly theirs."""
-        check_tree(self.tree, leases)
+        """Asserts every invariant. Raises CacheCorruption. O(everything).
+
+        Args:
+            leases: all that should be live; None: not known.
+        """
+        if leases is not None and set(leases) != self._leases.keys():
+            raise CacheCorruption(f"violated: the live leases are {leases}, got {list(self._leases)}")
+        check_tree(self.tree, self._leases)
         if isinstance(self.tree, CappedTree):
             self.tree.check_caps()
 

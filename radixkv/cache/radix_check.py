@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from radixkv.cache.tree import RadixTree
 
 
-def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
-    """Raises CacheCorruption, naming the invariant, unless all of them hold."""
+def check_tree(tree: RadixTree, leases: Collection[Lease]) -> None:
+    """Raises CacheCorruption, naming the invariant, unless all of them hold.
+
+    Args:
+        leases: all that live.
+    """
     width = tree.width
     blocks: list[int] = list(tree.superseded)
     num_pinned = 0
@@ -42,6 +46,7 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
             _hold((node in tree.fresh) == (node.fresh > 0), "fresh nodes are listed")
             _hold(len(node.span) <= max(MAX_SPAN_BYTES, width), "no span is too long")
             _hold(node.is_marked == has_negative(node.span), "marks are known")
+            _hold(not node.is_forgotten, "what was forgotten is found no more")
             pins[id(node.parent)] += node.pins > 0
         for key, child in node.children.items():
             _hold(child.parent is node, "children know their parent")
@@ -59,11 +64,14 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
             num_pinned += node.num_blocks
         elif not node.children:
             leaves.append(node)
-    detached = _detached_sources(leases, {id(node) for node in nodes})
+    detached = _detached(leases, {id(node) for node in nodes})
     for node in detached:
         blocks.extend(np.frombuffer(node.blocks, np.int32).tolist())
         num_pinned += node.num_blocks
-        _hold(node.parent is None, "a tail that was replaced hangs nowhere")
+        _hold(node.pins > 0, "what is found no more is held only while somebody pins it")
+        _hold(node.is_forgotten or node.parent is None, "a tail that was replaced hangs nowhere")
+        if node.parent is not None:
+            pins[id(node.parent)] += 1
     _hold(len(set(blocks)) == len(blocks), "no block is held twice")
     ordered = [*tree.leaves.in_order(), *tree.last.in_order()]
     _hold(sorted(map(id, leaves)) == sorted(map(id, ordered)), "leaves are the unpinned childless nodes")
@@ -72,13 +80,12 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
     _hold(set(wanted) == set(tree.last.in_order()), "what watches with a rank match whole goes last")
     tree.watches.check()
     _hold(all(node.entry == 0 for node in nodes if node.pins or node.children), "only leaves are in their order")
-    if leases is None:
-        return
     for lease in leases:
         pins[id(lease.cursor)] += 1
         pins[id(lease.source)] += lease.source is not None
         end = lease.cursor.start + lease.cursor.num_tokens
         _hold(lease.num_tokens == end, "a lease ends where its node ends")
+        _hold(lease.is_stale or not lease.cursor.is_forgotten, "a lease on what was forgotten is stale")
     pins[id(tree.root)] += 1
     for node in (*nodes, *detached):
         _hold(node.pins == pins[id(node)], "pins are the leases here, the copies from here and the pinned children")
@@ -86,9 +93,16 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease] | None) -> None:
     _hold(tree.num_blocks == len(blocks), "the count of blocks")
 
 
-def _detached_sources(leases: Iterable[Lease] | None, attached: set[int]) -> list[Node]:
-    sources = {id(lease.source): lease.source for lease in leases or () if lease.source is not None}
-    return [node for key, node in sources.items() if key not in attached]
+def _detached(leases: Iterable[Lease], attached: set[int]) -> list[Node]:
+    """The nodes that leases hold and nothing finds: tails that were replaced, and what a reset forgot."""
+    found: dict[int, Node] = {}
+    for lease in leases:
+        for held in (lease.cursor, lease.source):
+            node = held
+            while node is not None and id(node) not in attached and id(node) not in found:
+                found[id(node)] = node
+                node = node.parent
+    return list(found.values())
 
 
 def _hold(holds: bool, invariant: str) -> None:

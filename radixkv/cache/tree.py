@@ -109,7 +109,7 @@ class RadixTree:
 
     def join(self, upper: Node) -> None:
         """Undoes a split that nobody needs any longer: both halves are of one age and no lease ends between them."""
-        if len(upper.children) != 1 or upper.parent is None:
+        if len(upper.children) != 1 or upper.parent is None or upper.is_forgotten:
             return
         (node,) = upper.children.values()
         if (
@@ -181,6 +181,10 @@ class RadixTree:
         (self.leaves if node.entry > 0 else self.last).remove(node)
 
     def enter_leaves(self, node: Node) -> None:
+        if node.is_forgotten:
+            self.superseded += np.frombuffer(node.blocks, np.int32).tolist()
+            self._detach(node)
+            return
         rank: Any
         if self._watched and (wanted := self.watches.wanted(node)) and wanted[0] == len(node.span):
             self.last.add(node, wanted[1])
@@ -300,6 +304,43 @@ class RadixTree:
             self._unlink(node)
         self.num_blocks -= len(evicted)
         return evicted
+
+    def forget(self, top: Node) -> tuple[list[int], list[int]]:
+        """Takes a node out with all below it, so that nothing finds them; between two steps.
+
+        What is pinned stays with whoever pins it, under the parent it had, and is superseded when the last pin goes.
+
+        Returns the blocks of what is not pinned, which are held no longer, and the others. O(nodes below).
+        """
+        self._detach(top)
+        assert top.parent is not None
+        if not top.parent.pins and not top.parent.children:
+            self.enter_leaves(top.parent)
+        given_up: list[int] = []
+        kept: list[int] = []
+        nodes = [top]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+            if node.pins:
+                node.is_forgotten = True
+                kept += np.frombuffer(node.blocks, np.int32).tolist()
+                continue
+            if node.entry:
+                self.leave_leaves(node)
+            given_up += np.frombuffer(node.blocks, np.int32).tolist()
+            self._detach(node)
+        if self._watched:
+            for node in reversed(nodes):
+                self.watches.cut(node, top.parent)
+        self.num_blocks -= len(given_up)
+        return given_up, kept
+
+    def _detach(self, node: Node) -> None:
+        """Takes a node out of its parent's children, if it is there still; its pins stay with the parent."""
+        assert node.parent is not None
+        key = node.span[: self.width]
+        if node.parent.children.get(key) is node:
+            node.parent.remove_child(key)
 
     def withdraw(self) -> list[bytes]:
         """Takes out what was inserted since the last commit. No lease may end there any longer.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from radixkv.cache.base import CacheCorruption
-from radixkv.tokens import TOKEN_BYTES
+from radixkv.tokens import TOKEN_BYTES, unpack
 
 if TYPE_CHECKING:
     from radixkv.cache.node import Node
@@ -84,6 +84,16 @@ class TreeWatches:
         node = watch.cursor
         watch.cursor = watch.changed = None
         self._take_out(watch, node)
+
+    def marks(self) -> set[int]:
+        """Returns the interned ids in what is watched. O(tokens of watches with a namespace)."""
+        found: set[int] = set()
+        for endings in self.endings.values():
+            for watch in endings.all():
+                if not watch.is_plain:
+                    ids = unpack(watch.key)
+                    found.update(ids[ids < 0].tolist())
+        return found
 
     def _walk(self, watch: Watch, node: Node, at: int) -> tuple[Node, int]:
         """Goes on from the end of a node; returns where the match ends, and the bytes matched."""

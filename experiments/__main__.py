@@ -1,0 +1,108 @@
+"""Lists the experiments, or runs one.
+
+python -m experiments                       every experiment: its question, its time, what it last found
+python -m experiments NAME [options]        runs one; NAME --help tells its options
+python -m experiments --smoke               runs all of them at their smallest
+python -m experiments --report              runs what has no results yet, and writes results/report.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.padding import Padding
+from rich.text import Text
+
+from experiments.catalog import ENTRIES, find
+from experiments.harness import console, fail
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-"):
+        entry = find(given[0])
+        if entry:
+            entry.load().main(given[1:])
+        else:
+            fail(f"NAME: expected one of {', '.join(each.name for each in ENTRIES)}, got {given[0]!r}")
+        return
+    options = argparse.ArgumentParser(
+        prog="python -m experiments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="where results are (results)")
+    what = options.add_mutually_exclusive_group()
+    what.add_argument("--smoke", action="store_true", help="run all of them at their smallest, into DIR/smoke")
+    what.add_argument("--report", action="store_true", help="run what has no results in DIR, and write DIR/report.html")
+    options.add_argument("--again", action="store_true", help="with --report: run all of them anew")
+    chosen = options.parse_args(given)
+    if chosen.smoke:
+        run_all(chosen.out / "smoke", smoke=True, again=True)
+    elif chosen.report:
+        from experiments.report import write_report
+
+        run_all(chosen.out, smoke=False, again=chosen.again)
+        console.print(write_report(chosen.out), highlight=False)
+    else:
+        list_all(chosen.out)
+
+
+def run_all(out: Path, *, smoke: bool, again: bool) -> None:
+    """Runs the experiments one after the other, each as its command would.
+
+    Raises:
+        SystemExit: 1 at the end where one failed; the others have run.
+    """
+    failed = []
+    for number, entry in enumerate(ENTRIES, 1):
+        if not again and (out / f"{entry.name}.json").exists():
+            continue
+        console.rule(f"{number} of {len(ENTRIES)}: {entry.name}", align="left")
+        started = time.perf_counter()
+        options = ("--smoke",) if smoke else entry.report
+        try:
+            entry.load().main([*options, "--out", str(out)])
+        except Exception as error:
+            console.print(f"{entry.name} failed: {type(error).__name__}: {error}", style="red", markup=False)
+            failed.append(entry.name)
+        console.print(f"{time.perf_counter() - started:.0f} s", style="dim")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def list_all(out: Path) -> None:
+    """Prints each experiment's question, the time it takes and what it last found in `out`."""
+    part = ""
+    for entry in ENTRIES:
+        if entry.part != part:
+            part = entry.part
+            console.print(f"\n{part}", style="bold")
+        console.print(f"  {entry.name}", style="cyan", end="")
+        console.print(f"  {entry.question}  [{_minutes(entry.seconds)}]", highlight=False, markup=False)
+        path = out / f"{entry.name}.json"
+        if path.exists():
+            data = json.loads(path.read_text())
+            age = datetime.now(UTC) - datetime.fromisoformat(data["environment"]["time_utc"])
+            found = f"{_ago(age.total_seconds())}: {entry.load().answer(data)}"
+            console.print(Padding(Text(found, style="dim"), (0, 0, 0, 6)))
+    console.print("\npython -m experiments NAME runs one, NAME --help tells its options; --smoke is the smallest size")
+
+
+def _minutes(seconds: int) -> str:
+    return f"{seconds} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "just now"
+
+
+if __name__ == "__main__":
+    main()

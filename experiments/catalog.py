@@ -1,0 +1,72 @@
+"""Every experiment by name, in the order in which a reader wants them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One experiment.
+
+    Attributes:
+        name: its module in this package, and its JSON.
+        part: of the report.
+        seconds: that it takes on two cores as the report runs it; with --smoke under thirty.
+        report: arguments with which the report runs it.
+    """
+
+    name: str
+    part: str
+    seconds: int
+    report: tuple[str, ...] = ()
+
+    @property
+    def question(self) -> str:
+        return _docstring(self.name).partition("\n")[0]
+
+    @property
+    def expectation(self) -> str:
+        """The paragraphs of the docstring after the question, without the commands."""
+        paragraphs = _docstring(self.name).partition("\n")[2].strip().split("\n\n")
+        return "\n\n".join(text for text in paragraphs if not text.startswith("    "))
+
+    @property
+    def command(self) -> str:
+        return " ".join(("python -m experiments", self.name, *self.report))
+
+    def load(self) -> Any:
+        """Imports its module; some load torch."""
+        return import_module(f"experiments.{self.name}")
+
+
+def _docstring(name: str) -> str:
+    """A module's docstring, without importing it."""
+    source = (Path(__file__).parent / f"{name}.py").read_text()
+    return ast.get_docstring(ast.parse(source)) or ""
+
+
+PREFIXES = "What a prefix cache buys"
+INDEX = "What the index costs"
+SERVING = "In an engine"
+KERNELS = "Attention"
+
+ENTRIES = (
+    Entry("compare", PREFIXES, 25),
+    Entry("work_savings", PREFIXES, 2),
+    Entry("break_prefix", PREFIXES, 5),
+    Entry("index_cost", INDEX, 30),
+    Entry("chat", SERVING, 120),
+    Entry("publish_timing", SERVING, 2),
+    Entry("evict_or_preempt", SERVING, 10),
+    Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
+)
+
+
+def find(name: str) -> Entry | None:
+    """Returns the experiment of that name."""
+    return next((entry for entry in ENTRIES if entry.name == name), None)

@@ -1,0 +1,109 @@
+"""How an experiment is run: cell by cell, the rows of each kept as they come, and shown from the file alone.
+
+An experiment is a module with a docstring (question, expectation, command), one frozen config, and::
+
+    cells(config)     its cells: a name, and what measures its rows
+    show(data)        its table, from what the JSON holds
+    plot(path)        its picture beside the JSON, from the JSON
+    answer(data)      one sentence that answers its question, computed from the rows
+
+`experiments.report` and `python -m experiments` call the last three and know nothing else of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.harness import Row, console, environment, git, progress, save
+
+Cell = tuple[str, Callable[[], list[Row]]]
+Data = dict[str, Any]  # what an experiment's JSON holds: config, environment, rows
+
+
+class Experiment(Protocol):
+    """What is asked of an experiment's module."""
+
+    def show(self, data: Data) -> None: ...
+
+    def plot(self, path: Path) -> Path: ...
+
+    def answer(self, data: Data) -> str: ...
+
+
+def conduct(name: str, out: Path, config: Any, cells: Iterable[Cell], experiment: Experiment) -> Path:
+    """Measures every cell, writes out/name.json and its picture, and prints table, answer and paths.
+
+    Rows of a cell that has ended are kept in out/name.json.part: interrupted, the same command goes on from there (with
+    the same config and the same code; otherwise from the start).
+
+    Args:
+        config: a frozen dataclass; goes into the JSON.
+        cells: names that differ, and what returns the rows of each.
+
+    Returns the path of the JSON.
+
+    Raises:
+        SystemExit: 130, at Ctrl-C.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = list(cells)
+    unfinished = _Unfinished(out / f"{name}.json.part", asdict(config))
+    if unfinished.rows:
+        console.print(f"{len(unfinished.rows)} of {len(wanted)} parts are there from an interrupted run")
+    with progress(name, len(wanted)) as bar:
+        for cell, measure in wanted:
+            if cell not in unfinished.rows:
+                try:
+                    unfinished.add(cell, measure())
+                except KeyboardInterrupt:
+                    bar.stop()
+                    kept = f"{len(unfinished.rows)} of {len(wanted)} parts are kept"
+                    console.print(f"interrupted: {kept}; the same command goes on from there")
+                    raise SystemExit(130) from None
+            bar.advance(bar.task_ids[0])
+    path = save(out, name, asdict(config), [row for cell, _ in wanted for row in unfinished.rows[cell]])
+    unfinished.path.unlink(missing_ok=True)
+    present(path, experiment)
+    return path
+
+
+def present(path: Path, experiment: Experiment) -> None:
+    """Prints an experiment's table and answer, and draws its picture, from its JSON."""
+    data = json.loads(path.read_text())
+    experiment.show(data)
+    console.print(experiment.answer(data), style="bold", highlight=False)
+    console.print(f"{path}\n{experiment.plot(path)}", highlight=False)
+
+
+class _Unfinished:
+    """The rows of a run under way, by cell, on disk after each."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self.path = path
+        self.rows: dict[str, list[Row]] = {}
+        # As JSON gives it back: tuples are lists.
+        self._of = json.loads(json.dumps({"config": config, "code": _code()}))
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return
+        if found.get("of") == self._of:
+            self.rows = found["cells"]
+
+    def add(self, cell: str, rows: list[Row]) -> None:
+        self.rows[cell] = json.loads(json.dumps(rows))
+        written = self.path.with_suffix(".tmp")
+        written.write_text(json.dumps({"of": self._of, "cells": self.rows}))
+        written.replace(self.path)
+
+
+def _code() -> list[str]:
+    """What tells one state of the code and the machine from another."""
+    where = environment()
+    changes = hashlib.sha256(git("diff", "HEAD").encode()).hexdigest()
+    return [where["commit"], changes, str(where["versions"]), where["processor"]]

@@ -1,0 +1,149 @@
+"""One page of all results, from the JSON alone: question, answer, picture, table, command and machine of each."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from experiments.catalog import ENTRIES, Entry
+from experiments.harness import Cells, dark_plots, recorded_tables
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2330; --paper: #fff; --faint: #5d667a; --line: #d9dde6; --panel: #f5f7fa;
+  --mark: #2457c5; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9f0; --paper: #14171e; --faint: #9aa4b8; --line: #303644;
+  --panel: #1b1f29; --mark: #86aefb; } }
+* { box-sizing: border-box; }
+body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0; }
+main, header { max-width: 62rem; margin: 0 auto; padding: 1rem 1.25rem; }
+h1 { font-size: 1.7rem; margin: 1rem 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
+h3 { font-size: 1.05rem; margin: 2rem 0 .3rem; }
+a { color: var(--mark); }
+nav ul { columns: 16rem; padding-left: 1.1rem; margin: .3rem 0; } nav li { break-inside: avoid; }
+.answer { font-weight: 600; margin: .3rem 0 .8rem; } .faint { color: var(--faint); font-size: .88rem; }
+section.summary { background: var(--panel); border-radius: 8px; padding: .2rem 1.2rem 1rem; }
+img { max-width: 100%; height: auto; border: 1px solid var(--line); border-radius: 6px; }
+.table { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: var(--faint); padding: .3rem 0; }
+th, td { padding: .2rem .7rem .2rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+code { font: .85rem ui-monospace, monospace; background: var(--panel); padding: .1rem .35rem; border-radius: 4px;
+  overflow-wrap: anywhere; }
+details summary { cursor: pointer; color: var(--mark); }
+"""
+_LONG = 24  # rows of a table before it is folded
+
+
+def write_report(out: Path) -> Path:
+    """Writes out/report.html: one file that asks for nothing else. Returns its path.
+
+    What has no JSON in `out` is listed as not run. Cost: two plots an experiment.
+    """
+    path = out / "report.html"
+    parts = [*_head(), *_summary(out), *_navigation(out)]
+    for part, entries in groupby(ENTRIES, key=lambda entry: entry.part):
+        parts.append(f"<h2>{escape(part)}</h2>")
+        for entry in entries:
+            parts += _experiment(entry, out)
+    parts.append("</main></body></html>\n")
+    path.write_text("\n".join(parts), encoding="utf-8")
+    return path
+
+
+def _head() -> Iterator[str]:
+    yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield '<link rel="icon" href="data:,">'
+    yield f"<title>radixkv: results</title><style>{_STYLE}</style></head><body>"
+    yield "<header><h1>radixkv: what a radix tree of token spans buys</h1>"
+    yield '<p class="faint">Every figure comes from the command beside it, on the machine named there.</p></header>'
+    yield "<main>"
+
+
+def _summary(out: Path) -> Iterator[str]:
+    """The answers of all that was run."""
+    yield '<section class="summary" id="summary"><h2>In short</h2><ul>'
+    for entry in ENTRIES:
+        data = _data(entry, out)
+        if data is not None:
+            yield f'<li><a href="#{entry.name}">{entry.name}</a>: {escape(entry.load().answer(data))}</li>'
+    yield "</ul></section>"
+
+
+def _navigation(out: Path) -> Iterator[str]:
+    yield '<nav aria-label="Experiments"><h2>Experiments</h2><ul>'
+    for entry in ENTRIES:
+        missing = "" if _data(entry, out) is not None else ' <span class="faint">(not run)</span>'
+        yield f'<li><a href="#{entry.name}">{entry.name}</a>{missing}</li>'
+    yield "</ul></nav>"
+
+
+def _experiment(entry: Entry, out: Path) -> Iterator[str]:
+    data = _data(entry, out)
+    yield f'<section id="{entry.name}"><h3>{escape(entry.question)}</h3>'
+    if data is None:
+        yield f'<p class="faint">Not run here: <code>{escape(entry.command)}</code></p></section>'
+        return
+    module = entry.load()
+    answer = module.answer(data)
+    yield f'<p class="answer">{escape(answer)}</p>'
+    light, dark = _pictures(entry, out, module)
+    yield f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+    yield f'<img src="{light}" alt="{escape(f"{entry.name}: {answer}")}" loading="lazy"></picture>'
+    with recorded_tables() as tables:
+        module.show(data)
+    for table in tables:
+        yield from _table(table)
+    yield "<details><summary>What was expected, and how to run it</summary>"
+    yield f"<p>{escape(entry.expectation)}</p><p><code>{escape(entry.command)}</code></p>"
+    where = data["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    yield (
+        f'<p class="faint">{escape(where["time_utc"])}, commit {escape(where["commit"])}'
+        f"{' with changes' if where['dirty'] else ''}; {escape(where['processor'])}, {where['num_cores']} cores; "
+        f"Python {escape(where['python'])}, {escape(versions)}. Config: "
+        f"<code>{escape(json.dumps(data['config']))}</code></p></details></section>"
+    )
+
+
+def _table(table: Cells) -> Iterator[str]:
+    is_long = len(table.rows) > _LONG
+    if is_long:
+        yield f"<details><summary>{escape(table.title)}: {len(table.rows)} rows</summary>"
+    caption = "" if is_long else f"<caption>{escape(table.title)}</caption>"
+    yield f'<div class="table" tabindex="0"><table>{caption}<thead><tr>'
+    yield "".join(f'<th scope="col">{escape(heading)}</th>' for heading in table.headings)
+    yield "</tr></thead><tbody>"
+    for row in table.rows:
+        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+    yield "</tbody></table></div>"
+    if notes := [note for note in table.notes if note]:
+        yield f'<p class="faint">{"<br>".join(map(escape, notes))}</p>'
+    if is_long:
+        yield "</details>"
+
+
+def _data(entry: Entry, out: Path) -> dict[str, Any] | None:
+    path = out / f"{entry.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _pictures(entry: Entry, out: Path, module: Any) -> tuple[str, str]:
+    """Draws a result light and dark; returns both as data URIs."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(shutil.copy(out / f"{entry.name}.json", folder))
+        light = _uri(module.plot(path))
+        with dark_plots():
+            dark = _uri(module.plot(path))
+    return light, dark
+
+
+def _uri(picture: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"

@@ -1,0 +1,225 @@
+"""Experiments as one lab: cells that survive an interruption, a catalog, a page of results."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from experiments import catalog, work_savings
+from experiments.__main__ import main
+from experiments.harness import recorded_tables
+from experiments.lab import conduct
+from experiments.report import write_report
+
+
+@dataclass(frozen=True)
+class Config:
+    sizes: tuple[int, ...] = (1, 2, 3)
+
+
+class Doubling:
+    """An experiment that counts its measurements and may be interrupted at one."""
+
+    def __init__(self, interrupted_at=None):
+        self.measured, self.interrupted_at = [], interrupted_at
+
+    def cells(self, config):
+        for size in config.sizes:
+            yield f"size {size}", lambda size=size: self.measure(size)
+
+    def measure(self, size):
+        if size == self.interrupted_at:
+            raise KeyboardInterrupt
+        self.measured.append(size)
+        return [{"size": size, "doubled": 2 * size}]
+
+    def show(self, data):
+        print("shown", len(data["rows"]))
+
+    def plot(self, path):
+        picture = path.with_suffix(".png")
+        picture.write_bytes(b"")
+        return picture
+
+    def answer(self, data):
+        return f"The largest is {max(row['doubled'] for row in data['rows'])}."
+
+
+def run(experiment, out, config=None):
+    config = config or Config()
+    return json.loads(conduct("doubling", out, config, experiment.cells(config), experiment).read_text())
+
+
+def test_rows_come_in_the_order_of_the_cells(tmp_path, capsys):
+    data = run(Doubling(), tmp_path)
+    assert [row["doubled"] for row in data["rows"]] == [2, 4, 6]
+    assert data["config"] == {"sizes": [1, 2, 3]} and data["environment"]["num_cores"]
+    assert "shown 3" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        run(Doubling(interrupted_at=3), tmp_path)
+    assert stopped.value.code == 130
+    assert not (tmp_path / "doubling.json").exists()
+    again = Doubling()
+    assert [row["doubled"] for row in run(again, tmp_path)["rows"]] == [2, 4, 6]
+    assert again.measured == [3]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_another_config_starts_anew(tmp_path):
+    with pytest.raises(SystemExit):
+        run(Doubling(interrupted_at=3), tmp_path)
+    again = Doubling()
+    run(again, tmp_path, Config((2, 3)))
+    assert again.measured == [2, 3]
+
+
+def test_a_broken_part_file_is_no_obstacle(tmp_path):
+    (tmp_path / "doubling.json.part").write_text("{")
+    assert len(run(Doubling(), tmp_path)["rows"]) == 3
+
+
+def test_a_failure_keeps_what_was_measured(tmp_path):
+    first = Doubling()
+    first.measure = lambda size, measure=first.measure: measure(size) if size < 3 else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run(first, tmp_path)
+    again = Doubling()
+    run(again, tmp_path)
+    assert again.measured == [3]
+
+
+# ---- the catalog
+
+
+def test_every_experiment_is_in_the_catalog():
+    folder = Path(catalog.__file__).parent
+    scripts = {path.stem for path in folder.glob("*.py") if "conduct(" in path.read_text() and path.stem != "lab"}
+    assert scripts <= {entry.name for entry in catalog.ENTRIES}
+
+
+@pytest.mark.parametrize("entry", catalog.ENTRIES, ids=lambda entry: entry.name)
+def test_an_experiment_says_what_it_asks_and_expects(entry):
+    assert entry.question.endswith("?") and len(entry.question) < 120
+    assert "xpect" in entry.expectation
+    module = entry.load()
+    for name in ("show", "plot", "answer", "main"):
+        assert callable(getattr(module, name))
+    assert f"python -m experiments.{entry.name}" in module.__doc__
+
+
+def test_a_name_that_is_none_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["nothing"])
+    assert "work_savings" in capsys.readouterr().err
+
+
+# ---- the page
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("results")
+    work_savings.main(["--out", str(out)])
+    return out
+
+
+def test_the_list_tells_the_last_result(results, capsys):
+    main(["--out", str(results)])
+    shown = capsys.readouterr().out
+    assert "83.4%" in shown and all(entry.name in shown for entry in catalog.ENTRIES)
+
+
+class Page(HTMLParser):
+    VOID = ("meta", "link", "img", "source")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_stands_alone(results):
+    page = Page()
+    page.feed(write_report(results).read_text())
+    assert not page.open
+    links = {attributes["href"][1:] for tag, attributes in page.tags if tag == "a"}
+    assert links == {entry.name for entry in catalog.ENTRIES}
+    assert links <= {attributes.get("id") for _, attributes in page.tags}
+    for tag, attributes in page.tags:
+        for name in ("src", "srcset", "href"):
+            assert attributes.get(name, "#").startswith(("#", "data:"))
+        assert tag != "img" or len(attributes["alt"]) > 20
+    shown = "".join(page.text)
+    assert "83.4%" in shown and "4,296" in shown and "Not run here" in shown
+
+
+def test_tables_can_be_taken_instead_of_printed(results, capsys):
+    data = json.loads((results / "work_savings.json").read_text())
+    capsys.readouterr()
+    with recorded_tables() as tables:
+        work_savings.show(data)
+    assert not capsys.readouterr().out
+    assert len(tables[0].rows) == 9 and tables[0].headings[0] == "prefix"
+
+
+BROWSER = """
+import sys, json
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+options = webdriver.ChromeOptions()
+for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync",
+             "disable-background-networking", "disable-component-update", "disable-dev-shm-usage"):
+    options.add_argument("--" + flag)
+options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(sys.argv[2]))
+try:
+    driver.set_window_size(390, 844)
+    driver.get("file://" + sys.argv[1])
+    link = driver.find_element(By.CSS_SELECTOR, "nav a")
+    driver.execute_script("arguments[0].click()", link)
+    requests = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    print(json.dumps({
+        "console": [entry["message"] for entry in driver.get_log("browser")],
+        "urls": [r["params"]["request"]["url"][:60] for r in requests if r["method"] == "Network.requestWillBeSent"],
+        "width": driver.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]"),
+        "place": driver.execute_script("return location.hash"),
+        "broken": driver.execute_script(
+            "return [...document.images].filter(i => i.complete && !i.naturalWidth).length"),
+        "no_alt": driver.execute_script("return [...document.images].filter(i => !i.alt).length"),
+    }))
+finally:
+    driver.quit()
+"""
+
+
+def test_a_browser_loads_the_page(results):
+    driver = shutil.which("chromedriver")
+    pytest.importorskip("selenium", reason="no selenium: pip install 'radixkv[test]'")
+    if driver is None or shutil.which("chromium") is None:
+        pytest.skip("no chromium and chromedriver on this machine")
+    command = [sys.executable, "-c", BROWSER, str(write_report(results).resolve()), driver]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["console"] and not found["broken"] and not found["no_alt"]
+    assert all(url.startswith(("file:", "data:")) for url in found["urls"])
+    assert found["width"][0] <= found["width"][1]  # nothing makes a phone scroll sideways
+    assert found["place"] == f"#{catalog.ENTRIES[0].name}"

@@ -1,0 +1,38 @@
+"""Random scripts on the whole engine over a shadow pool (`shadow_engine`): nothing lost, nobody else's KV."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shadow_engine import ShadowMachine
+
+
+def run(num_runs, **options):
+    """Runs random scripts; returns what they met, all together."""
+    ShadowMachine.totals.clear()
+    options = {"stateful_step_count": 40, "derandomize": True, **options}
+    run_state_machine_as_test(
+        ShadowMachine,
+        settings=settings(
+            max_examples=num_runs, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options
+        ),
+    )
+    return dict(ShadowMachine.totals)
+
+
+def test_random_scripts():
+    met = run(100)
+    assert met["runs"] >= 100
+    assert all(met[what] > 0 for what in ("hits", "preemptions", "evictions", "errors", "copies", "resets")), met
+
+
+@pytest.mark.slow
+def test_two_thousand_random_scripts():
+    met = run(2000, derandomize=False)
+    assert met["runs"] >= 2000
+    wanted = ("hits", "preemptions", "evictions", "errors", "copies", "resets", "interrupts", "forgotten while pinned")
+    assert all(met[what] > 100 for what in wanted), met
