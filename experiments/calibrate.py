@@ -1,4 +1,4 @@
-"""Does the simulator say what the engine does on this machine? Simulated against measured, on small models.
+"""Does the simulator say what the engine does on this machine?
 
 The engine serves one set of requests, each step's load and CPU time are noted, and `Fitted` makes a cost model of them.
 Then other requests, of other shapes and with other arrivals, are served by the engine and by the simulator with that
@@ -12,9 +12,12 @@ share caches and memory with it. Expected: the same hits; busy time within 10 %,
     python -m experiments.calibrate --smoke                             too short to quote
 """
 
+import json
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, fail, parser, print_table, pyplot
+from experiments.lab import Data, conduct
 from experiments.serving import summarize
 from radixkv.batch import ScheduledBatch
 from radixkv.engine import Engine
@@ -147,38 +151,32 @@ def fit_cost(measured: Measured, config: Config) -> tuple[Fitted, float, float]:
     return cost, each_s, float(np.median(errors))
 
 
-def run(config: Config) -> tuple[list[Row], dict[str, Any]]:
-    """Returns a row for each model, workload and cache, and each model's fit."""
+def compare(model: str, config: Config) -> list[Row]:
+    """Fits a cost model to an engine; returns a row of it, and one for each workload and cache that both served."""
     torch.set_num_threads(1)
-    rows, fits = [], {}
-    for model in config.models:
-        name = Path(model).stem.split(".")[0]
-        with progress(f"calibrate {name}", 7) as bar:
-            cost, each_s, error = fit_cost(Measured(model, config), config)
-            bar.advance(bar.task_ids[0])
-            fits[name] = dict(zip(FEATURES, cost.seconds, strict=True)) | {"median_error": error}
-            shapes = {
-                "few_shot": {"num_tasks": 2, "output_tokens": 12},
-                "multi_turn": {"num_conversations": 4, "max_output_tokens": 64},
-            }
-            for shape, sizes in shapes.items():
-                for cache in ("null", "flat_hash", "radix"):
-                    seed = config.seed + 1
-                    requests = workload(shape, config, config.num_compared, seed, 1.0 / each_s, **sizes)
-                    measured = Measured(model, config, cache)
-                    measured.serve(requests[:1])
-                    measured = Measured(model, config, cache)
-                    found, answered = measured.serve(requests)
-                    pairs = zip(measured.loads, measured.times_s, strict=True)
-                    errors = [abs(cost.step_s(load) / seconds - 1) for load, seconds in pairs]
-                    expected = simulate(answered, cost, config, cache)
-                    row = {"model": name, "workload": shape, "cache": cache, "step_error": float(np.median(errors))}
-                    for key in METRICS:
-                        row[f"{key}_measured"], row[f"{key}_simulated"] = found[key], expected[key]
-                        row[f"{key}_error"] = expected[key] / found[key] - 1 if found[key] else 0.0
-                    rows.append(row)
-                    bar.advance(bar.task_ids[0])
-    return rows, fits
+    name = Path(model).stem.split(".")[0]
+    cost, each_s, error = fit_cost(Measured(model, config), config)
+    seconds = dict(zip(FEATURES, cost.seconds, strict=True))
+    rows: list[Row] = [{"part": "fit", "model": name, "median_error": error, "seconds": seconds}]
+    shapes: dict[str, dict[str, Any]] = {
+        "few_shot": {"num_tasks": 2, "output_tokens": 12},
+        "multi_turn": {"num_conversations": 4, "max_output_tokens": 64},
+    }
+    for shape, sizes in shapes.items():
+        for cache in ("null", "flat_hash", "radix"):
+            requests = workload(shape, config, config.num_compared, config.seed + 1, 1.0 / each_s, **sizes)
+            measured = Measured(model, config, cache)
+            found, answered = measured.serve(requests)
+            pairs = zip(measured.loads, measured.times_s, strict=True)
+            errors = [abs(cost.step_s(load) / seconds_ - 1) for load, seconds_ in pairs]
+            expected = simulate(answered, cost, config, cache)
+            row: Row = {"part": "compared", "model": name, "workload": shape, "cache": cache}
+            row["step_error"] = float(np.median(errors))
+            for key in METRICS:
+                row[f"{key}_measured"], row[f"{key}_simulated"] = found[key], expected[key]
+                row[f"{key}_error"] = expected[key] / found[key] - 1 if found[key] else 0.0
+            rows.append(row)
+    return rows
 
 
 METRICS = ("num_steps", "busy_s", "num_cached_tokens", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "latency_p50_ms")
@@ -199,38 +197,54 @@ COLUMNS = {
 }
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Simulated over measured, each metric in its own unit."""
+def show(data: Data) -> None:
+    """Prints a line for each model, workload and cache."""
+    rows = [row for row in data["rows"] if row["part"] == "compared"]
+    print_table("Simulated against measured: errors of a step's time (median) and of each metric", COLUMNS, rows)
+
+
+def plot(path: Path) -> Path:
+    """Draws simulated over measured times."""
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["part"] == "compared"]
     plt = pyplot()
-    figure, axes = plt.subplots()
+    figure, axis = plt.subplots()
     for key, marker in (("busy_s", "o"), ("ttft_p50_ms", "^"), ("ttft_p99_ms", "v"), ("tpot_p50_ms", "s")):
         scale = 1e3 if key == "busy_s" else 1
         points = [(row[f"{key}_measured"] * scale, row[f"{key}_simulated"] * scale) for row in rows]
-        axes.plot(*zip(*points, strict=True), marker, label=key.removesuffix("_ms").removesuffix("_s"))
-    low, high = axes.get_xlim()
-    axes.plot([low, high], [low, high], color="gray", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="measured (ms of CPU)", ylabel="simulated (ms)")
-    axes.legend()
-    figure.savefig(path)
+        axis.plot(*zip(*points, strict=True), marker, label=key.removesuffix("_ms").removesuffix("_s"))
+    low, high = axis.get_xlim()
+    axis.plot([max(low, 1), high], [max(low, 1), high], color="gray", linewidth=0.8)
+    axis.set(xscale="log", yscale="log", xlabel="measured (ms of CPU)", ylabel="simulated (ms)")
+    axis.legend()
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
     plt.close(figure)
+    return picture
+
+
+def answer(data: Data) -> str:
+    """One sentence, of the largest errors."""
+    rows = [row for row in data["rows"] if row["part"] == "compared"]
+    same = all(row["num_cached_tokens_simulated"] == row["num_cached_tokens_measured"] for row in rows)
+    busy, ttft = (max(abs(row[f"{key}_error"]) for row in rows) for key in ("busy_s", "ttft_p50_ms"))
+    return (
+        f"Hits are {'the same' if same else 'NOT the same'}; busy time is off by {busy:.0%} at most, "
+        f"median TTFT by {ttft:.0%}."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("calibrate", __doc__, "calibrate.json and calibrate.png")
+    options = parser("calibrate", __doc__)
     options.add_argument("--models", nargs="+", default=["tiny_gpt"], help="presets, folders, .gguf files (tiny_gpt)")
     options.add_argument("--requests", type=int, default=Config.num_compared, help="of a workload, compared (16)")
-    options.add_argument("--smoke", action="store_true", help="a few seconds, too short to quote")
     given = options.parse_args(arguments)
     if given.requests < 4:
         fail(f"--requests: expected at least 4, got {given.requests}")
     config = Config(tuple(given.models), num_fitted=3 * given.requests // 2, num_compared=given.requests)
     if given.smoke:
         config = replace(config, num_fitted=6, num_compared=4, num_repeats=1)
-    rows, fits = run(config)
-    print_table("Simulated against measured: errors of a step's time (median) and of each metric", COLUMNS, rows)
-    path = save(given.out, "calibrate", asdict(config), rows, fits=fits)
-    plot(rows, given.out / "calibrate.png")
-    console.print(path, highlight=False)
+    cells = ((model, partial(compare, model, config)) for model in config.models)
+    conduct("calibrate", given.out, config, cells, sys.modules[__name__])
 
 
 if __name__ == "__main__":

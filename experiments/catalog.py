@@ -59,10 +59,15 @@ ENTRIES = (
     Entry("compare", PREFIXES, 25),
     Entry("work_savings", PREFIXES, 2),
     Entry("break_prefix", PREFIXES, 5),
+    Entry("divergence", PREFIXES, 40),
     Entry("index_cost", INDEX, 30),
+    Entry("overhead", INDEX, 60),
     Entry("chat", SERVING, 120),
     Entry("publish_timing", SERVING, 2),
     Entry("evict_or_preempt", SERVING, 10),
+    Entry("ablation", SERVING, 90),
+    Entry("hit_rate_effect", SERVING, 30),
+    Entry("calibrate", SERVING, 40),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
 )
 

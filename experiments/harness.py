@@ -117,7 +117,7 @@ def recorded_tables() -> Iterator[list[Cells]]:
 
 TEXT_COLUMNS = (
     *("trace", "cache", "operation", "part", "workload", "rule", "published", "arrivals", "router", "order"),
-    *("variant", "machine", "traffic"),
+    *("variant", "machine", "traffic", "model"),
 )
 
 
