@@ -44,8 +44,9 @@ ORDERS = {
     "depth aged": ("depth_first", 256, False),
     "depth queue": ("depth_first", UNBOUNDED, True),
 }
-# Bytes as tokens: as many requests as take minutes and not hours.
-LIMITS = {"mooncake": 200, "tau_bench_airline": 600, "mtbench101": 1_000, "mini_swe_agent": 100, "tot_game24": 1_500}
+# Bytes as tokens: as many requests, or whole conversations, as take minutes and not hours.
+LIMITS = {"mooncake": 200, "tot_game24": 1_500}
+NUM_SESSIONS = {"tau_bench_airline": 100, "mtbench101": 400, "mini_swe_agent": 10}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ def load(name: str, config: Config) -> tuple[list[TraceRequest], bool]:
         requests = list(PAPER_WORKLOADS[name](np.random.default_rng(config.seed)))
     else:
         requests = list(requests_of(name, LIMITS.get(name)))
+        if name in NUM_SESSIONS:
+            chosen = set(list(dict.fromkeys(request.session for request in requests))[: NUM_SESSIONS[name]])
+            requests = [request for request in requests if request.session in chosen]
     has_turns = name in PAPER_WORKLOADS and requests[0].session is not None
     return requests, has_turns or is_conversation(name)
 
