@@ -53,6 +53,7 @@ def _docstring(name: str) -> str:
 PREFIXES = "What a prefix cache buys"
 INDEX = "What the index costs"
 SERVING = "In an engine"
+POLICIES = "Which next, and which goes"
 KERNELS = "Attention"
 
 ENTRIES = (
@@ -65,8 +66,10 @@ ENTRIES = (
     Entry("chat", SERVING, 120),
     Entry("publish_timing", SERVING, 2),
     Entry("evict_or_preempt", SERVING, 10),
-    Entry("ablation", SERVING, 90),
-    Entry("hit_rate_effect", SERVING, 30),
+    Entry("cache_aware_scheduling", POLICIES, 400),
+    Entry("eviction", POLICIES, 300),
+    Entry("ablation", POLICIES, 90),
+    Entry("hit_rate_effect", POLICIES, 30),
     Entry("calibrate", SERVING, 40),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
 )

@@ -161,21 +161,13 @@ class Engine:
             ValueError: the prompt is empty, too long for the model or the pool, has tokens that the model has not, or
                 needs a tokenizer that is not there; the id is in use. Nothing else is disturbed.
         """
-        generation = self._add(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            namespace=namespace,
-            priority=priority,
-            keep_steps=keep_steps,
-        )
+        generation = self._add(prompt, sampling_params, request_id, namespace, priority, keep_steps)
         return generation.request.request_id
 
     def _add(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
         namespace: Namespace | None = None,
         priority: int = 0,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from radixkv.generation import Generation
 
 if TYPE_CHECKING:
-    from radixkv.stepper import StepStats
+    from radixkv.step_stats import StepStats
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
 REQUEST_BUCKETS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)

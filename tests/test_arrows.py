@@ -50,7 +50,7 @@ ARROWS = {
     "radixkv.generation": {"radixkv.request"},
     "radixkv.selftest": {"radixkv.engine", "radixkv.request", "radixkv.sequence"},
     "radixkv.prompts": {"radixkv.model"},
-    "radixkv.metrics": {"radixkv.generation"},
+    "radixkv.metrics": {"radixkv.generation", "radixkv.step_stats"},
     "radixkv.stepper": {
         "radixkv.batch",
         "radixkv.generation",
@@ -61,15 +61,6 @@ ARROWS = {
         "radixkv.scheduler",
         "radixkv.sequence",
         "radixkv.step_stats",
-    },
-    "radixkv.step_stats": {"radixkv.kv_manager"},
-    "radixkv.tree_plans": {"radixkv.batch", "radixkv.model", "radixkv_kernels"},
-    "radixkv.runner": {
-        "radixkv.batch",
-        "radixkv.kv_manager",
-        "radixkv.model",
-        "radixkv.tree_plans",
-        "radixkv_kernels",
     },
     "radixkv.engine": {
         "radixkv.cache",
@@ -87,7 +78,17 @@ ARROWS = {
         "radixkv.stepper",
     },
     "radixkv.inspect": {"radixkv.cache", "radixkv.replay", "radixkv.tokens", "radixkv.workloads"},
+    "radixkv.step_stats": {"radixkv.kv_manager"},
+    "radixkv.tree_plans": {"radixkv.batch", "radixkv.model", "radixkv_kernels"},
+    "radixkv.runner": {
+        "radixkv.batch",
+        "radixkv.kv_manager",
+        "radixkv.model",
+        "radixkv.tree_plans",
+        "radixkv_kernels",
+    },
     "radixkv.workloads": {"radixkv.cache", "radixkv.tokens"},
+    "radixkv.routing": {"radixkv.cache", "radixkv.tokens"},
     "radixkv.simulate": {
         "radixkv.batch",
         "radixkv.cache",
@@ -99,6 +100,14 @@ ARROWS = {
         "radixkv.tokens",
         "radixkv.workloads",
     },
+    "radixkv.fleet": {
+        "radixkv.batch",
+        "radixkv.routing",
+        "radixkv.simulate",
+        "radixkv.step_stats",
+        "radixkv.workloads",
+    },
+    "radixkv.ray_replicas": {"radixkv.cache", "radixkv.engine", "radixkv.request", "radixkv.routing"},
     "radixkv.model_shapes": set(),
     "radixkv_kernels": set(),
     "experiments": {"radixkv", "radixkv_kernels"},
@@ -112,7 +121,9 @@ WITHOUT_TORCH = (
     "radixkv.workloads",
     "radixkv.inspect",
     "radixkv.scheduler",
+    "radixkv.routing",
     "radixkv.simulate",
+    "radixkv.fleet",
 )
 OURS = ("radixkv", "radixkv_kernels", "experiments")
 

@@ -79,6 +79,7 @@ class CappedTree(RadixTree):
     def pin(self, node: Node) -> None:
         above: Node | None = node
         while above is not None and not above.pins:
+            assert not above.is_forgotten
             self.num_unpinned[self.owner(above)] -= self._num_own(above)
             above = above.parent
         super().pin(node)
@@ -87,9 +88,9 @@ class CappedTree(RadixTree):
         let_go = []
         above: Node | None = node
         while above is not None and above.pins == 1 and above.parent is not None:
-            let_go.append(above)
+            if not above.is_forgotten:  # else it is superseded now
+                let_go.append(above)
             above = above.parent
-        let_go = [each for each in let_go if not each.is_forgotten]
         for each in let_go:
             self.num_unpinned[self.owner(each)] += self._num_own(each)
         super().unpin(node, stamp=stamp)
@@ -98,7 +99,9 @@ class CappedTree(RadixTree):
 
     def enter_leaves(self, node: Node) -> None:
         super().enter_leaves(node)
-        owner = self.owner(node) if node.entry else None
+        if node.is_forgotten:
+            return
+        owner = self.owner(node)
         if owner is not None:
             heap = self._leaves_of.setdefault(owner, [])
             heappush(heap, (node.entry < 0, node.stamp, node.entry, node))
@@ -140,7 +143,7 @@ class CappedTree(RadixTree):
         super()._extend(node, span, blocks, is_plain)
 
     def join(self, upper: Node) -> None:
-        if len(upper.children) != 1 or upper.parent is None:
+        if len(upper.children) != 1 or upper.parent is None or upper.is_forgotten:
             return
         (node,) = upper.children.values()
         self._forget(upper, node)
@@ -174,13 +177,6 @@ class CappedTree(RadixTree):
             self._forget(tail)
         super()._supersede(tail)
 
-    def forget(self, top: Node) -> tuple[list[int], list[int]]:
-        nodes = [top]
-        for node in nodes:  # grows while it is walked
-            nodes.extend(node.children.values())
-        self._forget(*nodes)
-        return super().forget(top)
-
     def withdraw(self) -> list[bytes]:
         taken = super().withdraw()
         self._owners.clear()
@@ -190,6 +186,13 @@ class CappedTree(RadixTree):
             nodes.extend(node.children.values())
         self._count(*nodes)
         return taken
+
+    def forget(self, top: Node) -> tuple[list[int], list[int]]:
+        nodes = [top]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+        self._forget(*reversed(nodes))  # a node's owner is its parent's
+        return super().forget(top)
 
     def check_caps(self) -> None:
         """Raises CacheCorruption unless the counts are right and no tenant is over its cap. O(nodes)."""

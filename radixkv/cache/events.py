@@ -14,13 +14,15 @@ from radixkv.cache.hashing import BlockHasher, ExtraKeys, extra_keys, lora_name
 from radixkv.cache.namespace import Namespace, parts
 from radixkv.tokens import TOKEN_BYTES
 
+BlockHash = bytes | int
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     """A run of blocks, each the next one's parent, now held; none of the hashes was held before.
 
     Attributes:
-        block_hashes: [n] digests.
+        block_hashes: [n] digests; other engines' may be integers.
         parent_block_hash: of the block before the first; None where the run starts a request.
         token_ids: [n * block_size] int32 packed.
         block_size: tokens per block.
@@ -31,8 +33,8 @@ class BlockStored:
             nothing did in any block.
     """
 
-    block_hashes: tuple[bytes, ...]
-    parent_block_hash: bytes | None
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
     token_ids: bytes
     block_size: int
     lora_id: int | None = None
@@ -45,7 +47,7 @@ class BlockStored:
 class BlockRemoved:
     """Hashes of which the last copy is gone."""
 
-    block_hashes: tuple[bytes, ...]
+    block_hashes: tuple[BlockHash, ...]
     medium: str | None = None
 
 

@@ -297,7 +297,8 @@ class FlatHashCache:
         """
         superseded = self._superseded[: check_count("num_blocks", num_blocks)]
         del self._superseded[: len(superseded)]
-        blocks = self._queue.take(num_blocks - len(superseded), self._rank if self._watches else None)
+        spared = self._rank if self._watches else None
+        blocks = self._queue.take(num_blocks - len(superseded), spared)
         self._forget(blocks)
         if self._events.active:
             self._events.removed(blocks)

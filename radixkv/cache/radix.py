@@ -71,13 +71,13 @@ class RadixCache:
         self.block_size = check_block_size(block_size)
         self.partial_blocks = partial_blocks and block_size > 1
         self._interner = Interner()
+        self._num_pairs_kept = 0  # at the last sweep
+        self._leases: dict[Lease, None] = {}
         made = make_policy(policy)
         if tenant_caps is None:
             self.tree = RadixTree(block_size, made)
         else:
             self.tree = CappedTree(block_size, made, check_caps(tenant_caps), self._interner)
-        self._num_pairs_kept = 0  # at the last sweep
-        self._leases: dict[Lease, None] = {}
         self._moved: dict[Lease, None] = {}  # leases moved while there were blocks not committed
         self._events = EventEmitter(block_size)
 
@@ -159,15 +159,14 @@ class RadixCache:
         return key
 
     def _sweep(self) -> None:
-        """Forgets the namespaces that no node holds: O(nodes), once in so many new (namespace, token) pairs."""
-        held: set[int] = set()
+        """Forgets the namespaces that no node holds and no watch waits for: O(nodes), once in so many new pairs."""
+        held = self.tree.watches.marks()
         nodes = [self.tree.root]
         for node in nodes:  # grows while it is walked
             nodes.extend(node.children.values())
             if node.is_marked:
                 tokens = _unpacked(node.span)
                 held.update(tokens[tokens < 0].tolist())
-        held.update(self.tree.watches.marks())
         self._interner.sweep(held)
         self._num_pairs_kept = len(self._interner)
 

@@ -271,7 +271,7 @@ class RadixTree:
         if tail.pins:
             parent.pins -= 1  # stays above zero: whoever brings the fuller block pins it
         else:
-            self.leaves.remove(tail)
+            self.leave_leaves(tail)
             self.superseded.extend(np.frombuffer(tail.blocks, np.int32).tolist())
 
     # ---- shrinking
@@ -312,15 +312,20 @@ class RadixTree:
 
         Returns the blocks of what is not pinned, which are held no longer, and the others. O(nodes below).
         """
+        nodes = [top]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+        if self._watched:
+            for node in reversed(nodes):  # children before their parents
+                assert node.parent is not None
+                self.watches.cut(node, node.parent)
         self._detach(top)
         assert top.parent is not None
         if not top.parent.pins and not top.parent.children:
             self.enter_leaves(top.parent)
         given_up: list[int] = []
         kept: list[int] = []
-        nodes = [top]
-        for node in nodes:  # grows while it is walked
-            nodes.extend(node.children.values())
+        for node in nodes:
             if node.pins:
                 node.is_forgotten = True
                 kept += np.frombuffer(node.blocks, np.int32).tolist()
@@ -329,9 +334,6 @@ class RadixTree:
                 self.leave_leaves(node)
             given_up += np.frombuffer(node.blocks, np.int32).tolist()
             self._detach(node)
-        if self._watched:
-            for node in reversed(nodes):
-                self.watches.cut(node, top.parent)
         self.num_blocks -= len(given_up)
         return given_up, kept
 

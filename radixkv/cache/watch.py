@@ -85,16 +85,6 @@ class TreeWatches:
         watch.cursor = watch.changed = None
         self._take_out(watch, node)
 
-    def marks(self) -> set[int]:
-        """Returns the interned ids in what is watched. O(tokens of watches with a namespace)."""
-        found: set[int] = set()
-        for endings in self.endings.values():
-            for watch in endings.all():
-                if not watch.is_plain:
-                    ids = unpack(watch.key)
-                    found.update(ids[ids < 0].tolist())
-        return found
-
     def _walk(self, watch: Watch, node: Node, at: int) -> tuple[Node, int]:
         """Goes on from the end of a node; returns where the match ends, and the bytes matched."""
         key, width = watch.key, self._tree.width
@@ -156,6 +146,16 @@ class TreeWatches:
         ranked = [watch for watch in endings.all() if watch.rank is not None]
         num_bytes = max(watch.num_tokens for watch in ranked) * TOKEN_BYTES - node.start * TOKEN_BYTES
         return num_bytes, max(watch.rank for watch in ranked)  # type: ignore[type-var, return-value]
+
+    def marks(self) -> set[int]:
+        """Returns the interned ids in what is watched. O(tokens watched)."""
+        found: set[int] = set()
+        for endings in self.endings.values():
+            for watch in endings.all():
+                if not watch.is_plain:
+                    tokens = unpack(watch.key)
+                    found.update(tokens[tokens < 0].tolist())
+        return found
 
     # ---- what the tree tells
 

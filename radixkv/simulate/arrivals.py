@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 
 from radixkv.simulate.report import Served
-from radixkv.simulate.simulator import Simulator
 from radixkv.workloads import TraceRequest
 
 
@@ -154,8 +153,19 @@ class Result:
     num_refused: int
 
 
+class Server(Protocol):
+    """What `run` steps: a Simulator, or a fleet of them."""
+
+    now_s: float
+
+    def fits(self, request: TraceRequest, max_tokens: int = 16) -> bool: ...
+    def submit(self, request: TraceRequest, *, max_tokens: int = 16) -> None: ...
+    def next_event_time(self) -> float: ...
+    def advance(self, until_s: float) -> list[Served]: ...
+
+
 def run(
-    simulator: Simulator,
+    simulator: Server,
     arrivals: Arrivals,
     *,
     max_tokens: int = 16,

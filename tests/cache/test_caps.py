@@ -31,6 +31,14 @@ class CappedRun(RandomRun):
         self.caps = caps
         self.num_given_up = 0
 
+    def run(self, num_operations):
+        for index in range(num_operations):
+            super().run(1)
+            if index % 40 == 39:
+                self.reset()
+                self.check()
+        return self
+
     def check(self):
         given_up = self.cache.evict(self.cache.num_superseded_blocks).tolist()
         self.free += given_up
@@ -122,3 +130,33 @@ def test_bad_caps_are_named(caps):
     for make in (RadixCache, FlatHashCache):
         with pytest.raises(ValueError, match="tenant_caps"):
             make(16, tenant_caps=caps)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caps_count_rightly_after_a_reset_with_leases_held(name):
+    rng = random.Random(5)
+    cache = CACHES[name](1, tenant_caps=6)
+    free, held = list(range(200)), []
+    for _ in range(300):
+        tenant = Salt(rng.choice("ab"))
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+        lease = cache.acquire(tokens, tenant)
+        rest = tokens[lease.num_tokens :]
+        taken = [free.pop() for _ in rest]
+        duplicates = cache.insert(lease, rest, taken)
+        assert not len(duplicates)
+        cache.commit()
+        held.append(lease)
+        while len(held) > 3:
+            cache.release(held.pop(rng.randrange(len(held))))
+        if rng.random() < 0.1:
+            free += cache.reset(rng.choice([None, Salt("a")])).block_ids.tolist()
+        free += cache.evict(cache.num_superseded_blocks).tolist()
+        cache.check()
+        assert sum(cache.sizes) + len(free) == 200
+    for lease in held:
+        cache.release(lease)
+    free += cache.reset().block_ids.tolist()
+    free += cache.evict(200).tolist()
+    cache.check()
+    assert sorted(free) == list(range(200))

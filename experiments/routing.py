@@ -1,0 +1,214 @@
+"""Eight replicas or one: what does the router save of the hit rate, at what balance, and what does a user wait?
+
+A cache hit only helps on the replica that holds the blocks. Every router serves the same traces: *replayed*, a request
+at a time, for hits and for the most that a replica computed over the mean (load); *served*, with a simulated H100 as
+every replica, for time to first token and throughput. `one` is one big replica with all the blocks. Expected:
+cache_aware keeps 97 % of its hit rate at a load of 1.25 at most; round robin loses most of what conversations share;
+longest_match hits all there is to hit and sends it to one replica. The picture has hit rate against 1 to 64 replicas.
+
+    python -m experiments.routing --traces ../shared/traces              a quarter of an hour
+    python -m experiments.routing --traces ../shared/traces --smoke      a minute
+    python -m experiments.routing                                        the shared-system-prompt chat alone
+    python -m experiments.routing --backend ray --replicas 2             real engines, see experiments.routing_ray
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
+from experiments.routing_replay import ROUTERS, SOURCES, Source, replay
+from experiments.routing_served import pool_blocks, serve
+
+PLOTTED = ("round_robin", "consistent_hash", "longest_match", "cache_aware")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to run; the chat alone where there is no folder of traces."""
+
+    traces: str | None = None
+    num_replicas: int = 8
+    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    scaled: tuple[str, ...] = ("tau_bench", "bbh")
+    replay_limit: int | None = None
+    served_limit: int = 600
+    seed: int = 0
+
+
+def cells(config: Config) -> Iterator[tuple[str, Any]]:
+    """A cell a trace, pool, number of replicas and router."""
+    folder = Path(config.traces or "")
+    for source in SOURCES.values():
+        if source.file is not None and config.traces is None:
+            continue
+        short = replace(source, limit=config.replay_limit)
+        counts = (config.num_replicas, 4) if source.name == "mooncake" else (config.num_replicas,)
+        for count in counts:
+            for pool in (None, source.pool_blocks):
+                yield f"replayed {source.name} {count} {pool} one", partial(_one, short, folder, config, count, pool)
+                for router in ROUTERS:
+                    measure = partial(_replayed, short, folder, config, router, count, pool)
+                    yield f"replayed {source.name} {count} {pool} {router}", measure
+        for pool in (None, pool_blocks(source.block_size)):
+            for router in ROUTERS:
+                measure = partial(_served, replace(source, limit=config.served_limit), folder, config, router, pool)
+                yield f"served {source.name} {pool} {router}", measure
+        if source.name in config.scaled or config.traces is None:
+            for router in ("round_robin", "cache_aware"):
+                for count in config.counts:
+                    measure = partial(_replayed, short, folder, config, router, count, None, "scaled")
+                    yield f"scaled {source.name} {count} {router}", measure
+
+
+def _one(source: Source, folder: Path, config: Config, count: int, pool: int | None) -> list[Row]:
+    """One big replica with the blocks of all."""
+    row = replay(source, source.requests(folder, config.seed), "round_robin", 1, pool and pool * count)
+    return [row | {"kind": "replayed", "router": "one", "num_replicas": count, "num_blocks": pool}]
+
+
+def _replayed(
+    source: Source,
+    folder: Path,
+    config: Config,
+    router: str,
+    count: int,
+    pool: int | None,
+    kind: str = "replayed",
+) -> list[Row]:
+    return [{"kind": kind, **replay(source, source.requests(folder, config.seed), router, count, pool)}]
+
+
+def _served(source: Source, folder: Path, config: Config, router: str, pool: int | None) -> list[Row]:
+    row = serve(source, source.requests(folder, config.seed), router, config.num_replicas, pool)
+    return [{"kind": "served", **row}]
+
+
+REPLAYED = {
+    "trace": "{trace}",
+    "replicas": "{num_replicas}",
+    "blocks each": "{pool}",
+    "router": "{router}",
+    "hit rate": "{hit_rate:.4f}",
+    "of one": "{kept:.1%}",
+    "load": "{load_ratio:.3f}",
+    "us/decision": "{route_us:.0f}",
+}
+SERVED = {
+    "trace": "{trace}",
+    "blocks each": "{pool}",
+    "router": "{router}",
+    "hit rate": "{hit_rate:.4f}",
+    "load": "{load_ratio:.3f}",
+    "TTFT p50 ms": "{ttft_p50_ms:.0f}",
+    "p99": "{ttft_p99_ms:.0f}",
+    "latency p50 ms": "{latency_p50_ms:.0f}",
+    "out tok/s": "{output_throughput:.0f}",
+}
+
+
+def _of_kind(data: Row, kind: str) -> list[Row]:
+    """Returns the rows of a kind, with the pool in words and the share of one big replica's hit rate."""
+    rows = [row for row in data["rows"] if row["kind"] == kind]
+    one = {_place(row): row["hit_rate"] for row in rows if row["router"] == "one"}
+    return [
+        row
+        | {"pool": "no bound" if row["num_blocks"] is None else f"{row['num_blocks']:,}"}
+        | {"kept": row["hit_rate"] / one[_place(row)] if one.get(_place(row)) else 1.0}
+        for row in rows
+    ]
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["trace"], row["num_replicas"], row["num_blocks"]
+
+
+def show(data: Row) -> None:
+    """Prints the tables."""
+    print_table("One request at a time", REPLAYED, _of_kind(data, "replayed"))
+    config = data["config"]
+    title = f"Simulated: {config['num_replicas']} H100 with Llama-3-8B, the first {config['served_limit']} requests"
+    print_table(title, SERVED, _of_kind(data, "served"))
+
+
+def answer(data: Row) -> str:
+    """One sentence on what cache_aware keeps."""
+    found = [row for row in _of_kind(data, "replayed") if row["router"] == "cache_aware"]
+    reached = [row for row in found if row["kept"] >= 0.97 and row["load_ratio"] <= 1.25]
+    least, most = min(row["kept"] for row in found), max(row["load_ratio"] for row in found)
+    missed = ", ".join(f"{row['trace']} ({row['pool']})" for row in found if row not in reached)
+    return (
+        f"Cache-aware routing keeps {least:.1%} or more of one big replica's hits at a load of {most:.2f} at most; "
+        f"97 % at 1.25 in {len(reached)} of {len(found)} runs{', not in ' + missed if missed else ''}."
+    )
+
+
+def plot(path: Path) -> Path:
+    """Draws hit rate against replicas, and time to first token on the GPUs' own pools, from the JSON alone."""
+    data = json.loads(path.read_text())
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    scaled, served = _of_kind(data, "scaled"), _of_kind(data, "served")
+    for router, style in (("round_robin", "--"), ("cache_aware", "-")):
+        left.set_prop_cycle(None)
+        for trace in dict.fromkeys(row["trace"] for row in scaled):
+            mine = [row for row in scaled if (row["trace"], row["router"]) == (trace, router)]
+            label = f"{trace}, {router.replace('_', ' ')}"
+            left.plot([r["num_replicas"] for r in mine], [r["hit_rate"] for r in mine], style, marker="o", label=label)
+    left.set(xscale="log", xlabel="replicas", ylabel="aggregate hit rate", ylim=(0, 1), title="Hits against replicas")
+    counts = sorted({row["num_replicas"] for row in scaled})
+    left.set_xticks(counts, labels=counts)
+    left.minorticks_off()
+    left.legend()
+    traces = list(dict.fromkeys(row["trace"] for row in served))
+    for at, router in enumerate(PLOTTED):
+        mine = [row for row in served if row["router"] == router and row["num_blocks"] is not None]
+        places = [traces.index(row["trace"]) + 0.2 * (at - 1.5) for row in mine]
+        right.bar(places, [row["ttft_p50_ms"] for row in mine], 0.18, label=router.replace("_", " "))
+    right.set_xticks(range(len(traces)), labels=traces)
+    right.set(yscale="log", ylabel="TTFT p50 (ms), simulated", title="Time to first token")
+    right.legend()
+    figure.tight_layout()
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser("routing", __doc__, "routing.json and routing.png")
+    options.add_argument("--traces", metavar="DIR", help="folder of the real traces; without it the chat alone")
+    options.add_argument("--replicas", type=int, default=8, help="(8)")
+    options.add_argument("--backend", choices=("embedded", "ray"), default="embedded", help="(embedded)")
+    options.add_argument("--smoke", action="store_true", help="the start of each trace: not to quote")
+    given = options.parse_args(arguments)
+    if given.replicas < 1:
+        fail(f"--replicas: expected at least 1, got {given.replicas}")
+    if given.backend == "ray":
+        from experiments.routing_ray import run as run_ray
+
+        return run_ray(given.replicas, given.out, smoke=given.smoke)
+    config = Config(given.traces, given.replicas)
+    if given.smoke:
+        config = replace(config, counts=(1, 4, 16), replay_limit=100, served_limit=40)
+    rows: list[Row] = []
+    jobs = list(cells(config))
+    with progress("routing", len(jobs)) as bar:
+        for _, measure in jobs:
+            try:
+                rows += measure()
+            except ValueError as error:
+                fail(str(error))
+            bar.advance(bar.task_ids[0])
+    path = save(given.out, "routing", asdict(config), rows)
+    data = json.loads(path.read_text())
+    show(data)
+    console.print(answer(data), style="bold", highlight=False)
+    console.print(f"{path}\n{plot(path)}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Events over real sockets: latecomers, what was lost, and what the publisher no longer has."""
+
+import time
+
+import pytest
+
+pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
+
+from radixkv.cache.events import AllBlocksCleared, BlockStored
+from radixkv.cache.radix import RadixCache
+from radixkv.routing.stream import EventLog
+from radixkv.routing.zmq import ZmqPublisher, ZmqSubscriber
+
+
+class Held:
+    """The hashes held, from events."""
+
+    def __init__(self):
+        self.hashes = set()
+
+    def __call__(self, event):
+        if isinstance(event, AllBlocksCleared):
+            self.hashes = set()
+        elif isinstance(event, BlockStored):
+            assert not self.hashes & set(event.block_hashes)
+            self.hashes |= set(event.block_hashes)
+        else:
+            self.hashes -= set(event.block_hashes)
+
+
+@pytest.fixture
+def cache():
+    return RadixCache(1)
+
+
+def store(cache, *token_ids):
+    lease = cache.acquire(token_ids)
+    start = lease.num_tokens
+    cache.insert(lease, token_ids[start:], [1000 * token + i for i, token in enumerate(token_ids)][start:])
+    cache.commit()
+    cache.release(lease)
+
+
+def poll_until(subscriber, condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came"
+        subscriber.poll(0.05)
+
+
+def test_a_latecomer_and_what_goes_on(cache):
+    publisher = ZmqPublisher(EventLog(cache))
+    store(cache, 1, 2, 3)
+    publisher.flush()
+    held = Held()
+    with ZmqSubscriber(held, publisher.endpoint, publisher.replay_endpoint) as subscriber:
+        poll_until(subscriber, lambda: len(held.hashes) == 3)
+        store(cache, 1, 2, 4)
+        publisher.flush()
+        poll_until(subscriber, lambda: len(held.hashes) == 4)
+        cache.evict(2)
+        publisher.flush()
+        poll_until(subscriber, lambda: len(held.hashes) == 2)
+    publisher.close()
+
+
+def test_what_is_no_longer_kept_comes_as_a_snapshot(cache):
+    publisher = ZmqPublisher(EventLog(cache, num_kept=1))
+    for token in range(5):
+        store(cache, token, token + 1)
+        publisher.flush()
+    held = Held()
+    with ZmqSubscriber(held, publisher.endpoint, publisher.replay_endpoint) as subscriber:
+        poll_until(subscriber, lambda: len(held.hashes) == 2)  # the last batch alone is there
+        publisher.flush()
+        poll_until(subscriber, lambda: len(held.hashes) == 10)
+    publisher.close()
+
+
+def test_without_a_replay_a_gap_loses_what_was_before(cache):
+    publisher = ZmqPublisher(EventLog(cache))
+    store(cache, 1, 2)
+    publisher.flush()  # before anyone listens
+    held = Held()
+    with ZmqSubscriber(held, publisher.endpoint) as subscriber:
+        tokens = iter(range(10, 10**6))
+        deadline = time.monotonic() + 5
+        while not held.hashes:  # until the subscription has reached the publisher
+            assert time.monotonic() < deadline, "nothing came"
+            store(cache, next(tokens))
+            publisher.flush()
+            subscriber.poll(0.02)
+        assert subscriber.follower.num_gaps
+    publisher.close()
