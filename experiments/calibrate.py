@@ -73,7 +73,12 @@ class Measured:
         self.clock = Clock()
         limit = config.max_num_batched_tokens
         self.engine = Engine.from_pretrained(
-            model, cache=cache, num_blocks=config.num_blocks, max_num_batched_tokens=limit, clock=self.clock
+            model,
+            cache=cache,
+            num_blocks=config.num_blocks,
+            max_num_batched_tokens=limit,
+            tree_attention="off",  # what is fitted knows nothing of shared reads
+            clock=self.clock,
         )
         self.loads: list[StepLoad] = []
         self.times_s: list[float] = []
