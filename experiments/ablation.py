@@ -21,13 +21,12 @@ from typing import Any
 from experiments.ablation_report import answer, plot, show
 from experiments.harness import Row, parser
 from experiments.lab import Cell, conduct
-from radixkv.kv_manager import KVManager, SequenceBlocks
+from experiments.sharing_apart import ApartScheduler, PublishAtCommit
+from radixkv.kv_manager import KVManager
 from radixkv.replay import CacheConfig, Replay
-from radixkv.running import RunningSequences
 from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.sequence import Sequence as Running
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
-from radixkv.tokens import TokenIds, pack, unpack
+from radixkv.tokens import unpack
 from radixkv.workloads import TraceRequest, open_workload
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
@@ -82,43 +81,6 @@ class Config:
     num_measured: int = 24
     measured_blocks: int = 160
     seed: int = 0
-
-
-class PublishAtCommit(KVManager):
-    """The same manager, but what a step computes can be matched when it has run and not before."""
-
-    def __init__(self, cache: Any, num_blocks: int) -> None:
-        super().__init__(cache, num_blocks)
-        self._held: list[tuple[SequenceBlocks, bytes, int]] = []
-
-    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
-        self._held.append((sequence, pack(token_ids), start))
-        return 0
-
-    def commit(self) -> None:
-        super().commit()
-        for sequence, tokens, start in self._held:
-            super().publish(sequence, tokens, start=start)
-        self._held.clear()
-        super().commit()
-
-    def withdraw(self) -> None:
-        self._held.clear()
-        super().withdraw()
-
-
-class Apart(RunningSequences):
-    """Running sequences for which nobody waits."""
-
-    def computes_for(self, sequence: Running) -> bool:
-        return False
-
-
-class ApartScheduler(Scheduler):
-    """A scheduler without in-batch sharing, over a manager that publishes at commit."""
-
-    def _make_running(self) -> RunningSequences:
-        return Apart(self.manager, self.waiting.add)
 
 
 def make_scheduler(variant: Variant, config: Config, num_blocks: int, **limits: int) -> Scheduler:

@@ -10,20 +10,19 @@ least counts. Expected: at most 0.3 % of the run, with hits and without; more on
     python -m experiments.overhead --smoke
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.harness import Row, parser, print_table, pyplot
-from experiments.lab import Cell, Data, conduct
+from experiments.harness import Row, parser
+from experiments.lab import Cell, conduct
+from experiments.overhead_report import answer, plot, show
 from radixkv.batch import ScheduledBatch
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
@@ -32,6 +31,8 @@ from radixkv.scheduler import Scheduler
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
 from radixkv.tree_plans import TreePlans
 from radixkv.workloads import TraceRequest
+
+__all__ = ["answer", "plot", "show"]  # what shows the rows
 
 CACHE_METHODS = ("peek", "acquire", "advance", "insert", "unpin_partial", "release", "cancel", "commit", "evict")
 
@@ -168,58 +169,6 @@ def _cell(config: Config, traffic: str, num_turns: int, machine: tuple[str, str]
     few = replace(config, num_repeats=1)
     measure(few, requests[:5], machine, size, 5)  # first calls of everything
     return [{"traffic": traffic, **measure(config, requests, machine, size, at_once)}]
-
-
-COLUMNS = {
-    "machine": "{machine}",
-    "traffic": "{traffic}",
-    "block": "{block_size}",
-    "open": "{num_open}",
-    "hits": "{hit_rate:.0%}",
-    "run s": "{duration_s:.1f}",
-    "steps": "{num_steps:,}",
-    "ms a step": "{step_ms:.1f}",
-    "tree s": "{tree_s:.3f}",
-    "scheduler s": "{scheduler_s:.3f}",
-    "plan s": "{plan_s:.3f}",
-    "share": "{share:.2%}",
-}
-
-
-def show(data: Data) -> None:
-    """Prints a line a cell."""
-    print_table("Host time of ShareGPT-like requests at simulated step times", COLUMNS, data["rows"])
-
-
-def plot(path: Path) -> Path:
-    """Draws the shares of each run, in percent, stacked."""
-    rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(9, 0.4 * len(rows) + 1.2))
-    labels = [f"{r['machine']}, {r['traffic']}, block {r['block_size']}, {r['num_open']} open" for r in rows]
-    left = np.zeros(len(rows))
-    for name in ("tree", "scheduler", "plan"):
-        width = np.array([100 * row[f"{name}_s"] / row["duration_s"] for row in rows])
-        axis.barh(labels, width, left=left, label=name)
-        left += width
-    axis.axvline(0.3, color="gray", linewidth=0.8, linestyle="--")
-    axis.invert_yaxis()
-    axis.set_xlabel("% of the run (the paper: 0.3)")
-    axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
-
-
-def answer(data: Data) -> str:
-    """One sentence, of the paper's setting."""
-    rows = [row for row in data["rows"] if row["machine"].endswith("a10g") and row["traffic"] == "zero hits"]
-    row = max(rows, key=lambda row: row["share"])
-    return (
-        f"At the paper's step times and with zero hits, tree, scheduler and plan take {row['share']:.2%} of a run of "
-        f"{row['duration_s']:.0f} s at most, the tree alone {row['tree_s'] / row['duration_s']:.2%}."
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
