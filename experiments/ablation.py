@@ -1,4 +1,4 @@
-"""Which part of the design earns what? From no cache to all of it, one part at a time.
+"""Which part of the design earns what, from no cache to all of it?
 
 After figure 8 (c) of the RadixAttention paper (2312.07104), with our additions: no cache; the flat hash (no tree);
 radix first come first served, random, and longest prefix first; then with ageing (`max_overtakes`), with queue-aware
@@ -11,21 +11,25 @@ serves more than the one before or as much, but ageing, which pays for its bound
     python -m experiments.ablation --smoke
 """
 
+import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from experiments.ablation_report import COLUMNS, MEASURED, plot
-from experiments.harness import Row, console, parser, print_table, progress, save
-from radixkv.kv_manager import KVManager, SequenceBlocks
+from experiments.ablation_report import answer, plot, show
+from experiments.harness import Row, parser
+from experiments.lab import Cell, conduct
+from experiments.sharing_apart import ApartScheduler, PublishAtCommit
+from radixkv.kv_manager import KVManager
 from radixkv.replay import CacheConfig, Replay
-from radixkv.running import RunningSequences
 from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.sequence import Sequence as Running
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
-from radixkv.tokens import TokenIds, pack, unpack
+from radixkv.tokens import unpack
 from radixkv.workloads import TraceRequest, open_workload
+
+__all__ = ["answer", "plot", "show"]  # what shows the rows
 
 NEVER = 10**9
 
@@ -79,43 +83,6 @@ class Config:
     seed: int = 0
 
 
-class PublishAtCommit(KVManager):
-    """The same manager, but what a step computes can be matched when it has run and not before."""
-
-    def __init__(self, cache: Any, num_blocks: int) -> None:
-        super().__init__(cache, num_blocks)
-        self._held: list[tuple[SequenceBlocks, bytes, int]] = []
-
-    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
-        self._held.append((sequence, pack(token_ids), start))
-        return 0
-
-    def commit(self) -> None:
-        super().commit()
-        for sequence, tokens, start in self._held:
-            super().publish(sequence, tokens, start=start)
-        self._held.clear()
-        super().commit()
-
-    def withdraw(self) -> None:
-        self._held.clear()
-        super().withdraw()
-
-
-class Apart(RunningSequences):
-    """Running sequences for which nobody waits."""
-
-    def computes_for(self, sequence: Running) -> bool:
-        return False
-
-
-class ApartScheduler(Scheduler):
-    """A scheduler without in-batch sharing, over a manager that publishes at commit."""
-
-    def _make_running(self) -> RunningSequences:
-        return Apart(self.manager, self.waiting.add)
-
-
 def make_scheduler(variant: Variant, config: Config, num_blocks: int, **limits: int) -> Scheduler:
     """Returns the scheduler of a variant over its manager and cache."""
     cache = CacheConfig(variant.cache, config.block_size, hash_algorithm="xxhash").make()
@@ -147,8 +114,9 @@ def pool_blocks(requests: Iterable[TraceRequest], block_size: int) -> int:
     return -(-max(replay.peak_blocks // 4, 2 * longest) // block_size)
 
 
-def simulate(config: Config, name: str, requests: Sequence[TraceRequest]) -> list[Row]:
+def simulate(config: Config, name: str, count: int) -> list[Row]:
     """Serves a workload with every variant in virtual time."""
+    requests = workload(name, count, config)
     num_blocks = pool_blocks(requests, config.block_size)
     num_open = config.num_open if requests[0].session else len(requests)
     rows = []
@@ -157,7 +125,8 @@ def simulate(config: Config, name: str, requests: Sequence[TraceRequest]) -> lis
         simulator = Simulator(make_scheduler(variant, config, num_blocks), cost)
         row = summarize(run(simulator, ClosedLoop(requests, num_open)).served)
         shared = simulator.num_kv_tokens / max(simulator.num_unique_kv_tokens, 1)
-        rows.append({"workload": name, "variant": variant.name, "num_blocks": num_blocks, "kv_shared": shared, **row})
+        named = {"part": "simulated", "workload": name, "variant": variant.name}
+        rows.append({**named, "num_blocks": num_blocks, "kv_shared": shared, **row})
     for row in rows:
         row["speedup"] = row["request_throughput"] / rows[0]["request_throughput"]
     return rows
@@ -195,7 +164,7 @@ def measure(config: Config) -> list[Row]:
         seconds = time.thread_time() - started
         num_prompt = sum(request.num_prompt_tokens for request in requests)
         hits = sum(output.num_cached_tokens for output in outputs) / num_prompt
-        rows.append({"variant": variant.name, "cpu_s": seconds, "hit_rate": hits})
+        rows.append({"part": "measured", "variant": variant.name, "cpu_s": seconds, "hit_rate": hits})
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert all(answer == answers[0] for answer in answers), "the variants generated different tokens"
     for row in rows:
@@ -203,25 +172,19 @@ def measure(config: Config) -> list[Row]:
     return rows
 
 
+def cells(config: Config) -> Iterator[Cell]:
+    """Yields a cell for each workload that is simulated, and one for what is measured."""
+    for name, count in config.workloads:
+        yield name, partial(simulate, config, name, count)
+    yield "measured", partial(measure, config)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("ablation", __doc__, "ablation.json and ablation.png")
-    options.add_argument("--smoke", action="store_true", help="a few seconds, too short to quote")
-    given = options.parse_args(arguments)
+    given = parser("ablation", __doc__).parse_args(arguments)
     config = Config()
     if given.smoke:
         config = replace(config, workloads=(("few_shot", 30), ("multi_turn", 20)), num_open=8, num_measured=2)
-    rows = []
-    with progress("ablation", len(config.workloads) + 1) as bar:
-        for name, count in config.workloads:
-            rows += simulate(config, name, workload(name, count, config))
-            bar.advance(bar.task_ids[0])
-        measured = measure(config)
-        bar.advance(bar.task_ids[0])
-    print_table(f"{config.model} on {config.gpu}, simulated", COLUMNS, rows)
-    print_table(f"tiny_gpt on this CPU, {config.num_measured} few-shot requests, the same tokens", MEASURED, measured)
-    path = save(given.out, "ablation", asdict(config), rows, measured=measured)
-    plot(rows, measured, given.out / "ablation.png")
-    console.print(path, highlight=False)
+    conduct("ablation", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Tables and the plot of `ablation.py`, from its rows alone."""
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, pyplot
+from experiments.harness import Row, print_table, pyplot
+from experiments.lab import Data
 
 COLUMNS = {
     "workload": "{workload}",
@@ -26,21 +27,49 @@ MEASURED = {
 }
 
 
-def plot(rows: Sequence[Row], measured: Sequence[Row], path: Path) -> None:
-    """Throughput of each variant over that without a cache: each workload's, and what was measured."""
+def show(data: Data) -> None:
+    """Prints a line for each workload and variant, and one for each variant that was measured."""
+    config = data["config"]
+    simulated, measured = _parts(data)
+    print_table(f"{config['model']} on {config['gpu']}, simulated", COLUMNS, simulated)
+    title = f"tiny_gpt on this CPU, {config['num_measured']} few-shot requests, the same tokens"
+    print_table(title, MEASURED, measured)
+
+
+def _parts(data: Data) -> tuple[list[Row], list[Row]]:
+    rows = data["rows"]
+    return [r for r in rows if r["part"] == "simulated"], [r for r in rows if r["part"] == "measured"]
+
+
+def plot(path: Path) -> Path:
+    """Draws throughput of each variant over that without a cache: each workload's, and what was measured."""
+    simulated, measured = _parts(json.loads(path.read_text()))
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(10, 4.6))
-    groups = {
-        name: [row for row in rows if row["workload"] == name] for name in dict.fromkeys(r["workload"] for r in rows)
-    }
-    groups["tiny_gpt, measured"] = list(measured)
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    figure, axis = plt.subplots(figsize=(10, 4.6))
+    names = dict.fromkeys(row["workload"] for row in simulated)
+    groups = {name: [row for row in simulated if row["workload"] == name] for name in names}
+    groups["tiny_gpt, measured"] = measured
+    variants = list(dict.fromkeys(row["variant"] for row in simulated))
     width = 0.8 / len(variants)
     for at, variant in enumerate(variants):
         heights = [next((r["speedup"] for r in group if r["variant"] == variant), 0.0) for group in groups.values()]
         x = np.arange(len(groups)) + (at - len(variants) / 2 + 0.5) * width
-        axes.bar(x, heights, width, label=variant)
-    axes.set(ylabel="throughput over no cache", xticks=range(len(groups)), xticklabels=list(groups))
-    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.savefig(path)
+        axis.bar(x, heights, width, label=variant)
+    axis.set(ylabel="throughput over no cache", xticks=range(len(groups)), xticklabels=list(groups))
+    axis.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
     plt.close(figure)
+    return picture
+
+
+def answer(data: Data) -> str:
+    """One sentence: geometric means over the workloads."""
+    simulated, _ = _parts(data)
+
+    def mean(variant: str) -> float:
+        return float(np.exp(np.mean([np.log(row["speedup"]) for row in simulated if row["variant"] == variant])))
+
+    names = ("flat hash (no tree)", "radix, first come", "radix, longest prefix", "+ ageing", "+ tree attention")
+    told = ", ".join(f"{mean(name):.2f} with {name.removeprefix('+ ')}" for name in names)
+    return f"Throughput over no cache, geometric mean of the workloads: {told} and all before."

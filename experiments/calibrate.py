@@ -1,4 +1,4 @@
-"""Does the simulator say what the engine does on this machine? Simulated against measured, on small models.
+"""Does the simulator say what the engine does on this machine?
 
 The engine serves one set of requests, each step's load and CPU time are noted, and `Fitted` makes a cost model of them.
 Then other requests, of other shapes and with other arrivals, are served by the engine and by the simulator with that
@@ -12,9 +12,11 @@ share caches and memory with it. Expected: the same hits; busy time within 10 %,
     python -m experiments.calibrate --smoke                             too short to quote
 """
 
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
+from experiments.calibrate_report import METRICS, answer, plot, show
+from experiments.harness import Row, fail, parser
+from experiments.lab import conduct
 from experiments.serving import summarize
 from radixkv.batch import ScheduledBatch
 from radixkv.engine import Engine
@@ -33,6 +37,8 @@ from radixkv.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import FEATURES, Fitted, Simulator, StepLoad, measure_load, report
 from radixkv.tokens import pack, unpack
 from radixkv.workloads import TraceRequest, open_workload
+
+__all__ = ["answer", "plot", "show"]  # what shows the rows
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,12 @@ class Measured:
         self.clock = Clock()
         limit = config.max_num_batched_tokens
         self.engine = Engine.from_pretrained(
-            model, cache=cache, num_blocks=config.num_blocks, max_num_batched_tokens=limit, clock=self.clock
+            model,
+            cache=cache,
+            num_blocks=config.num_blocks,
+            max_num_batched_tokens=limit,
+            tree_attention="off",  # what is fitted knows nothing of shared reads
+            clock=self.clock,
         )
         self.loads: list[StepLoad] = []
         self.times_s: list[float] = []
@@ -147,90 +158,46 @@ def fit_cost(measured: Measured, config: Config) -> tuple[Fitted, float, float]:
     return cost, each_s, float(np.median(errors))
 
 
-def run(config: Config) -> tuple[list[Row], dict[str, Any]]:
-    """Returns a row for each model, workload and cache, and each model's fit."""
+def compare(model: str, config: Config) -> list[Row]:
+    """Fits a cost model to an engine; returns a row of it, and one for each workload and cache that both served."""
     torch.set_num_threads(1)
-    rows, fits = [], {}
-    for model in config.models:
-        name = Path(model).stem.split(".")[0]
-        with progress(f"calibrate {name}", 7) as bar:
-            cost, each_s, error = fit_cost(Measured(model, config), config)
-            bar.advance(bar.task_ids[0])
-            fits[name] = dict(zip(FEATURES, cost.seconds, strict=True)) | {"median_error": error}
-            shapes = {
-                "few_shot": {"num_tasks": 2, "output_tokens": 12},
-                "multi_turn": {"num_conversations": 4, "max_output_tokens": 64},
-            }
-            for shape, sizes in shapes.items():
-                for cache in ("null", "flat_hash", "radix"):
-                    seed = config.seed + 1
-                    requests = workload(shape, config, config.num_compared, seed, 1.0 / each_s, **sizes)
-                    measured = Measured(model, config, cache)
-                    measured.serve(requests[:1])
-                    measured = Measured(model, config, cache)
-                    found, answered = measured.serve(requests)
-                    pairs = zip(measured.loads, measured.times_s, strict=True)
-                    errors = [abs(cost.step_s(load) / seconds - 1) for load, seconds in pairs]
-                    expected = simulate(answered, cost, config, cache)
-                    row = {"model": name, "workload": shape, "cache": cache, "step_error": float(np.median(errors))}
-                    for key in METRICS:
-                        row[f"{key}_measured"], row[f"{key}_simulated"] = found[key], expected[key]
-                        row[f"{key}_error"] = expected[key] / found[key] - 1 if found[key] else 0.0
-                    rows.append(row)
-                    bar.advance(bar.task_ids[0])
-    return rows, fits
-
-
-METRICS = ("num_steps", "busy_s", "num_cached_tokens", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "latency_p50_ms")
-
-COLUMNS = {
-    "model": "{model}",
-    "workload": "{workload}",
-    "cache": "{cache}",
-    "steps": "{num_steps_simulated}/{num_steps_measured}",
-    "hits": "{num_cached_tokens_simulated}/{num_cached_tokens_measured}",
-    "a step": "{step_error:.0%}",
-    "busy s": "{busy_s_measured:.2f}",
-    "busy": "{busy_s_error:+.0%}",
-    "TTFT p50": "{ttft_p50_ms_error:+.0%}",
-    "p99": "{ttft_p99_ms_error:+.0%}",
-    "TPOT p50": "{tpot_p50_ms_error:+.0%}",
-    "latency": "{latency_p50_ms_error:+.0%}",
-}
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Simulated over measured, each metric in its own unit."""
-    plt = pyplot()
-    figure, axes = plt.subplots()
-    for key, marker in (("busy_s", "o"), ("ttft_p50_ms", "^"), ("ttft_p99_ms", "v"), ("tpot_p50_ms", "s")):
-        scale = 1e3 if key == "busy_s" else 1
-        points = [(row[f"{key}_measured"] * scale, row[f"{key}_simulated"] * scale) for row in rows]
-        axes.plot(*zip(*points, strict=True), marker, label=key.removesuffix("_ms").removesuffix("_s"))
-    low, high = axes.get_xlim()
-    axes.plot([low, high], [low, high], color="gray", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="measured (ms of CPU)", ylabel="simulated (ms)")
-    axes.legend()
-    figure.savefig(path)
-    plt.close(figure)
+    name = Path(model).stem.split(".")[0]
+    cost, each_s, error = fit_cost(Measured(model, config), config)
+    seconds = dict(zip(FEATURES, cost.seconds, strict=True))
+    rows: list[Row] = [{"part": "fit", "model": name, "median_error": error, "seconds": seconds}]
+    shapes: dict[str, dict[str, Any]] = {
+        "few_shot": {"num_tasks": 2, "output_tokens": 12},
+        "multi_turn": {"num_conversations": 4, "max_output_tokens": 64},
+    }
+    for shape, sizes in shapes.items():
+        for cache in ("null", "flat_hash", "radix"):
+            requests = workload(shape, config, config.num_compared, config.seed + 1, 1.0 / each_s, **sizes)
+            measured = Measured(model, config, cache)
+            found, answered = measured.serve(requests)
+            pairs = zip(measured.loads, measured.times_s, strict=True)
+            errors = [abs(cost.step_s(load) / seconds_ - 1) for load, seconds_ in pairs]
+            expected = simulate(answered, cost, config, cache)
+            row: Row = {"part": "compared", "model": name, "workload": shape, "cache": cache}
+            row["step_error"] = float(np.median(errors))
+            for key in METRICS:
+                row[f"{key}_measured"], row[f"{key}_simulated"] = found[key], expected[key]
+                row[f"{key}_error"] = expected[key] / found[key] - 1 if found[key] else 0.0
+            rows.append(row)
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("calibrate", __doc__, "calibrate.json and calibrate.png")
+    options = parser("calibrate", __doc__)
     options.add_argument("--models", nargs="+", default=["tiny_gpt"], help="presets, folders, .gguf files (tiny_gpt)")
     options.add_argument("--requests", type=int, default=Config.num_compared, help="of a workload, compared (16)")
-    options.add_argument("--smoke", action="store_true", help="a few seconds, too short to quote")
     given = options.parse_args(arguments)
     if given.requests < 4:
         fail(f"--requests: expected at least 4, got {given.requests}")
     config = Config(tuple(given.models), num_fitted=3 * given.requests // 2, num_compared=given.requests)
     if given.smoke:
         config = replace(config, num_fitted=6, num_compared=4, num_repeats=1)
-    rows, fits = run(config)
-    print_table("Simulated against measured: errors of a step's time (median) and of each metric", COLUMNS, rows)
-    path = save(given.out, "calibrate", asdict(config), rows, fits=fits)
-    plot(rows, given.out / "calibrate.png")
-    console.print(path, highlight=False)
+    cells = ((model, partial(compare, model, config)) for model in config.models)
+    conduct("calibrate", given.out, config, cells, sys.modules[__name__])
 
 
 if __name__ == "__main__":

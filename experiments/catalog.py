@@ -53,6 +53,7 @@ def _docstring(name: str) -> str:
 PREFIXES = "What a prefix cache buys"
 INDEX = "What the index costs"
 SERVING = "In an engine"
+POLICIES = "Which next, and which goes"
 KERNELS = "Attention"
 
 ENTRIES = (
@@ -60,14 +61,21 @@ ENTRIES = (
     Entry("work_savings", PREFIXES, 2),
     Entry("system_prompt", PREFIXES, 3),
     Entry("break_prefix", PREFIXES, 5),
+    Entry("divergence", PREFIXES, 40),
     Entry("workload_worth", PREFIXES, 60),
     Entry("index_cost", INDEX, 30),
     Entry("hash_choice", INDEX, 5),
+    Entry("overhead", INDEX, 60),
     Entry("chat", SERVING, 120),
     Entry("prefix_memory", SERVING, 20),
     Entry("timing_channel", SERVING, 60),
     Entry("publish_timing", SERVING, 2),
     Entry("evict_or_preempt", SERVING, 10),
+    Entry("calibrate", SERVING, 40),
+    Entry("cache_aware_scheduling", POLICIES, 400),
+    Entry("eviction", POLICIES, 300),
+    Entry("ablation", POLICIES, 90),
+    Entry("hit_rate_effect", POLICIES, 30),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
 )
 

@@ -1,4 +1,4 @@
-"""What is a partial block worth? Requests that share d tokens and then differ, for every d around block borders.
+"""What is a partial block worth to requests that share d tokens and then differ?
 
 Expected, of a request that comes after the first: the flat hash computes d mod block_size tokens again that were
 computed before, so does radix without partial blocks, and radix with partial blocks none, at any block size. All hold
@@ -11,16 +11,21 @@ part is up to it, and large blocks lose what they round down.
     python -m experiments.divergence --smoke
 """
 
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from experiments.divergence_report import COLUMNS, NAMES, SUMMARY, plot, summary
-from experiments.harness import Row, console, parser, print_table, progress, save, shared_traces
+from experiments.divergence_report import answer, plot, show
+from experiments.harness import Row, parser, shared_traces
+from experiments.lab import Cell, conduct
 from radixkv.kv_manager import KVManager
 from radixkv.replay import CacheConfig, Replay
 from radixkv.workloads import open_trace
+
+__all__ = ["answer", "plot", "show"]  # what shows the rows
 
 TRACES = ("tot_game24.requests.jsonl", "mtbench101.conversations.jsonl")
 
@@ -98,6 +103,7 @@ def run_distances(config: Config) -> Iterator[Row]:
                 computed, held = serve_together(prompts, cache)
                 followers = config.num_requests - 1
                 yield {
+                    "part": "distances",
                     "shared_tokens": d,
                     "block_size": block_size,
                     "cache": name,
@@ -117,17 +123,16 @@ def run_trace(path: str, config: Config) -> list[Row]:
         for size in config.block_sizes
         for name, cache in caches(size).items()
     }
-    with progress(trace.name, None) as bar:
-        for request in trace:
-            for replay in replays.values():
-                replay.feed(request.prompt, request.output, request.namespace)
-            bar.advance(bar.task_ids[0])
+    for request in trace:
+        for replay in replays.values():
+            replay.feed(request.prompt, request.output, request.namespace)
     least = min(replay.num_prompt_tokens - replay.num_cached_tokens for replay in replays.values())
     rows = []
     for (size, name), replay in replays.items():
         computed = replay.num_prompt_tokens - replay.num_cached_tokens
         rows.append(
             {
+                "part": "traces",
                 "trace": trace.name,
                 "block_size": size,
                 "cache": name,
@@ -142,29 +147,23 @@ def run_trace(path: str, config: Config) -> list[Row]:
     return rows
 
 
+def cells(config: Config) -> Iterator[Cell]:
+    """Yields a cell for all d, and one for each trace."""
+    yield "distances", lambda: list(run_distances(config))
+    for path in config.trace:
+        yield path, partial(run_trace, path, config)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("divergence", __doc__, "divergence.json and divergence.png")
+    options = parser("divergence", __doc__)
     options.add_argument("--trace", nargs="*", help="trace files (game of 24 and mtbench101, where they are)")
     options.add_argument("--tokenizer", default=Config.tokenizer, help="of traces of text (qwen3)")
-    options.add_argument("--smoke", action="store_true", help="a few seconds")
     given = options.parse_args(arguments)
     traces = shared_traces(*TRACES) if given.trace is None else given.trace
     config = Config(trace=tuple(map(str, traces)), tokenizer=given.tokenizer)
     if given.smoke:
         config = replace(config, longest=600, every=256, all_below=20, num_requests=3, limit=200)
-    distances = config.distances()
-    with progress("distances", len(distances) * len(config.block_sizes) * len(NAMES)) as bar:
-        rows = []
-        for row in run_distances(config):
-            rows.append(row)
-            bar.advance(bar.task_ids[0])
-    trace_rows = [row for path in config.trace for row in run_trace(path, config)]
-    print_table(f"{config.num_requests} requests that share d tokens, over {len(distances)} d", SUMMARY, summary(rows))
-    if trace_rows:
-        print_table(f"Traces without a bound, vocabulary {config.tokenizer}", COLUMNS, trace_rows)
-    path = save(given.out, "divergence", asdict(config), rows, traces=trace_rows)
-    plot(rows, trace_rows, given.out / "divergence.png")
-    console.print(path, highlight=False)
+    conduct("divergence", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

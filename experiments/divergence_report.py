@@ -1,11 +1,13 @@
 """Tables and the plot of `divergence.py`, from its rows alone."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, pyplot
+from experiments.harness import Row, print_table, pyplot
+from experiments.lab import Data
 
 NAMES = ("flat hash", "radix", "radix, partial blocks")
 COLUMNS = {
@@ -27,6 +29,11 @@ SUMMARY = {
 }
 
 
+def part(data: Data, name: str) -> list[Row]:
+    """Returns the rows of one part."""
+    return [row for row in data["rows"] if row["part"] == name]
+
+
 def summary(rows: Sequence[Row]) -> list[Row]:
     """Returns means over d for each block size and cache."""
     found = []
@@ -40,8 +47,34 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def plot(rows: Sequence[Row], trace_rows: Sequence[Row], path: Path) -> None:
-    """Tokens computed again over d, and tokens that a trace computes over the least that it could."""
+def show(data: Data) -> None:
+    """Prints means over d, and a line for each trace, block size and cache."""
+    config = data["config"]
+    print_table(f"{config['num_requests']} requests that share d tokens", SUMMARY, summary(part(data, "distances")))
+    if rows := part(data, "traces"):
+        print_table(f"Traces without a bound, vocabulary {config['tokenizer']}", COLUMNS, rows)
+
+
+def answer(data: Data) -> str:
+    """One sentence, of blocks of 16."""
+    found = {row["cache"]: row for row in summary(part(data, "distances")) if row["block_size"] == 16}
+    flat, partial = found["flat hash"], found["radix, partial blocks"]
+    text = (
+        f"With blocks of 16 a request computes {flat['mean']:.1f} tokens again in the mean over d, "
+        f"{flat['most']:.0f} at most, with partial blocks {partial['most']:.0f}"
+    )
+    worth = [
+        f"{row['over_least']:.2f} times the least on {row['trace']}"
+        for row in part(data, "traces")
+        if row["block_size"] == 16 and row["cache"] == "flat hash"
+    ]
+    return f"{text}; without them prompts compute {' and '.join(worth)}." if worth else f"{text}."
+
+
+def plot(path: Path) -> Path:
+    """Draws tokens computed again over d, and tokens that a trace computes over the least that it could."""
+    data = json.loads(path.read_text())
+    rows, trace_rows = part(data, "distances"), part(data, "traces")
     plt = pyplot()
     names = list(dict.fromkeys(row["trace"] for row in trace_rows))
     figure, all_axes = plt.subplots(1, 1 + len(names), figsize=(6 + 3.2 * len(names), 4.2), squeeze=False)
@@ -66,5 +99,7 @@ def plot(rows: Sequence[Row], trace_rows: Sequence[Row], path: Path) -> None:
         axes.set(ylabel="prompt tokens computed / least", yscale="log")
         axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
     plt.close(figure)
+    return picture

@@ -12,12 +12,15 @@ policy that knows history alone gains little and must not lose; the queue closes
 """
 
 import json
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, fail, parser, print_table, progress, pyplot
+from experiments.lab import Cell, Data, conduct
 from experiments.trace_sets import EMBEDDED, available, is_conversation, requests_of
 from radixkv.block_allocator import OutOfBlocks
 from radixkv.bounds import BlockPaths
@@ -134,26 +137,31 @@ def replay(name: str, paths: BlockPaths, sessions: Sequence[str | None], num_blo
     return hits
 
 
-def run(config: Config) -> Iterator[list[Row]]:
-    """Yields the rows of each trace: one for each pool."""
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a trace."""
     for trace in config.trace or available():
-        paths, sessions = load(trace, config)
-        sizes = pools(trace, paths, config)
-        rows = []
-        with progress(trace, len(sizes) * len(NAMES)) as bar:
-            for num_blocks in sizes:
-                total = paths.num_prompt_tokens
-                row: Row = {"trace": trace, "num_requests": len(sessions), "num_unique_blocks": len(paths.depths)}
-                row |= {"block_size": paths.block_size, "num_blocks": num_blocks}
-                row |= {"infinite": paths.infinite_hits() / total, "bound": paths.eviction_bound(num_blocks) / total}
-                for name in NAMES:
-                    row[name] = replay(name, paths, sessions, num_blocks, config.num_waiting) / total
-                    bar.advance(bar.task_ids[0])
-                row["gap"] = row["bound"] - row["lru"]
-                for name in (*HISTORY, "queue_aware"):
-                    row[f"{name} closes"] = (row[name] - row["lru"]) / row["gap"] if row["gap"] > 1e-9 else 0.0
-                rows.append(row)
-        yield rows
+        yield trace, partial(measure, config, trace)
+
+
+def measure(config: Config, trace: str) -> list[Row]:
+    """Replays a trace through every pool and policy; returns a row for each pool."""
+    paths, sessions = load(trace, config)
+    sizes = pools(trace, paths, config)
+    total = paths.num_prompt_tokens
+    rows = []
+    with progress(trace, len(sizes) * len(NAMES)) as bar:
+        for num_blocks in sizes:
+            row: Row = {"trace": trace, "num_requests": len(sessions), "num_unique_blocks": len(paths.depths)}
+            row |= {"block_size": paths.block_size, "num_blocks": num_blocks}
+            row |= {"infinite": paths.infinite_hits() / total, "bound": paths.eviction_bound(num_blocks) / total}
+            for name in NAMES:
+                row[name] = replay(name, paths, sessions, num_blocks, config.num_waiting) / total
+                bar.advance(bar.task_ids[0])
+            row["gap"] = row["bound"] - row["lru"]
+            for name in (*HISTORY, "queue_aware"):
+                row[f"{name} closes"] = (row[name] - row["lru"]) / row["gap"] if row["gap"] > 1e-9 else 0.0
+            rows.append(row)
+    return rows
 
 
 def verdict(rows: Sequence[Row]) -> Row:
@@ -178,6 +186,11 @@ COLUMNS |= {"queue_aware": "{queue_aware:.3f}", "closes": "{queue_aware closes:.
 COLUMNS |= {"flat": "{flat_hash:.3f}", "flat, queue": "{flat_hash queue_aware:.3f}"}
 
 
+def show(data: Data) -> None:
+    """Prints a line a trace and pool."""
+    print_table("Hit rates, one request at a time", COLUMNS, data["rows"])
+
+
 def plot(path: Path) -> Path:
     """Draws hit rate against capacity for each trace, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
@@ -200,26 +213,32 @@ def plot(path: Path) -> Path:
     return path.with_suffix(".png")
 
 
+def answer(data: Data) -> str:
+    """Who is best on history alone, and what the queue is worth."""
+    found = verdict(data["rows"])
+    best, closes = found["best_history"], found["queue_aware closes"]
+    return (
+        f"In the {found['num_wide']} of {found['num_rows']} pools where lru misses the bound by .02 or more, {best} is "
+        f"the best that knows history alone and nowhere .005 below lru: {found[best + ' mean']:+.3f} on average, "
+        f"{found[best + ' worst']:+.3f} at worst. Knowing what waits closes a quarter of the gap or more on "
+        f"{found['num_traces_closed']} of {len(closes)} traces: "
+        + ", ".join(f"{trace} {share:.0%}" for trace, share in closes.items())
+        + "."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("eviction", __doc__, "eviction.json and eviction.png")
+    options = parser("eviction", __doc__)
     options.add_argument("--trace", nargs="+", default=[], help="default: all that are here, and the embedded one")
     options.add_argument("--num-blocks", nargs="+", type=int, default=[], metavar="N")
     options.add_argument("--limit", type=int, help="read at most so many requests of each trace")
-    options.add_argument("--smoke", action="store_true", help="600 requests of the embedded workload alone")
     given = options.parse_args(arguments)
     traces = (EMBEDDED,) if given.smoke else tuple(given.trace)
     config = Config(traces, tuple(given.num_blocks), limit=600 if given.smoke else given.limit)
-    rows: list[Row] = []
     try:
-        for of_trace in run(config):
-            rows += of_trace
-            print_table(f"Hit rates: {of_trace[0]['num_unique_blocks']:,} unique blocks", COLUMNS, of_trace)
+        conduct("eviction", given.out, config, cells(config), sys.modules[__name__])
     except ValueError as error:
         fail(str(error))
-    found = verdict(rows)
-    console.print(found)
-    path = save(given.out, "eviction", asdict(config), rows, verdict=found)
-    console.print(f"{path}\n{plot(path)}", highlight=False)
 
 
 if __name__ == "__main__":

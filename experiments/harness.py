@@ -129,6 +129,7 @@ TEXT_COLUMNS = (
     "variant",
     "machine",
     "traffic",
+    "model",
 )
 
 

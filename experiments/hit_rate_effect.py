@@ -1,4 +1,4 @@
-"""What does a hit rate buy? Batch size, latency and throughput as matched tokens are limited from 0 to 100 %.
+"""What does a hit rate buy, as matched tokens are limited from 0 to 100 %: batch size, latency, throughput?
 
 After figure 8 (a, b) of the RadixAttention paper (2312.07104): tree-of-thought requests, 512 of them waiting or running
 at any time, of which each may match no more than a share of what an infinite cache would have for it. What a request
@@ -11,13 +11,17 @@ take less of a step's budget; time to first token and latency fall, throughput r
     python -m experiments.hit_rate_effect --smoke
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, fail, parser, print_table, pyplot
+from experiments.lab import Cell, Data, conduct
 from radixkv.cache.namespace import Salt
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
@@ -90,15 +94,15 @@ def measure(config: Config, requests: Sequence[TraceRequest], share: float) -> R
     }
 
 
-def measure_all(config: Config) -> list[Row]:
-    """Returns a row for each share."""
+def cells(config: Config) -> Iterator[Cell]:
+    """Yields a cell for each share."""
     requests = tree_of_thought(config)
-    rows = []
-    with progress("hit rate effect", len(config.shares)) as bar:
-        for share in config.shares:
-            rows.append(measure(config, requests, share))
-            bar.advance(bar.task_ids[0])
-    return rows
+    for share in config.shares:
+        yield f"{share:.0%}", partial(_cell, config, requests, share)
+
+
+def _cell(config: Config, requests: Sequence[TraceRequest], share: float) -> list[Row]:
+    return [measure(config, requests, share)]
 
 
 COLUMNS = {
@@ -115,8 +119,16 @@ COLUMNS = {
 }
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Everything over the hit rate that was reached."""
+def show(data: Data) -> None:
+    """Prints a line a share."""
+    config = data["config"]
+    title = f"{config['model']} on {config['num_gpus']} {config['gpu']}: tree of thought, simulated"
+    print_table(title, COLUMNS, data["rows"])
+
+
+def plot(path: Path) -> Path:
+    """Draws everything over the hit rate that was reached."""
+    rows = json.loads(path.read_text())["rows"]
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
     hit_rates = [100 * row["hit_rate"] for row in rows]
@@ -130,29 +142,38 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axis.set(xlabel="hit rate (%)", ylabel=title, ylim=(0, None))
         axis.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
     plt.close(figure)
+    return picture
+
+
+def answer(data: Data) -> str:
+    """One sentence, of the ends."""
+    first, last = data["rows"][0], data["rows"][-1]
+    return (
+        f"From {first['hit_rate']:.0%} to {last['hit_rate']:.0%} hits the batch grows from {first['batch_size']:.0f} "
+        f"to {last['batch_size']:.0f} sequences, median TTFT falls from {first['ttft_p50_ms']:,.0f} to "
+        f"{last['ttft_p50_ms']:,.0f} ms, and throughput is "
+        f"{last['request_throughput'] / first['request_throughput']:.1f} times as high."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("hit_rate_effect", __doc__, "hit_rate_effect.json and hit_rate_effect.png")
+    options = parser("hit_rate_effect", __doc__)
     options.add_argument("--model", default=Config.model, choices=sorted(MODEL_SHAPES), help="(llama-3-8b)")
     options.add_argument("--gpu", default=Config.gpu, choices=sorted(GPUS), help="(h100-sxm)")
     options.add_argument("--num-gpus", type=int, default=1, help="tensor parallel (1)")
     options.add_argument("--pool-tokens", type=int, default=Config.pool_tokens, help="at most (60,000)")
-    options.add_argument("--smoke", action="store_true", help="a few seconds, too short to quote")
     given = options.parse_args(arguments)
     config = Config(given.model, given.gpu, given.num_gpus, pool_tokens=given.pool_tokens)
     if given.smoke:
         config = replace(config, shares=(0.0, 0.5, 1.0), num_problems=4, num_open=20, pool_tokens=10_000)
     try:
-        rows = measure_all(config)
+        Roofline.of(config.model, config.gpu, config.num_gpus)
     except ValueError as error:
         fail(str(error))
-    print_table(f"{config.model} on {config.num_gpus} {config.gpu}: tree of thought, simulated", COLUMNS, rows)
-    path = save(given.out, "hit_rate_effect", asdict(config), rows)
-    plot(rows, given.out / "hit_rate_effect.png")
-    console.print(path, highlight=False)
+    conduct("hit_rate_effect", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

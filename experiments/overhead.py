@@ -10,16 +10,19 @@ least counts. Expected: at most 0.3 % of the run, with hits and without; more on
     python -m experiments.overhead --smoke
 """
 
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.harness import Row, console, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, parser
+from experiments.lab import Cell, conduct
+from experiments.overhead_report import answer, plot, show
 from radixkv.batch import ScheduledBatch
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
@@ -28,6 +31,8 @@ from radixkv.scheduler import Scheduler
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
 from radixkv.tree_plans import TreePlans
 from radixkv.workloads import TraceRequest
+
+__all__ = ["answer", "plot", "show"]  # what shows the rows
 
 CACHE_METHODS = ("peek", "acquire", "advance", "insert", "unpin_partial", "release", "cancel", "commit", "evict")
 
@@ -67,11 +72,12 @@ def sharegpt(config: Config, num_turns: int) -> list[TraceRequest]:
 
 
 class Timed:
-    """Calls through to a cache, and adds up the time that they take."""
+    """Calls through to a cache, and adds up the time that they take, but for reading the clock itself."""
 
     def __init__(self, cache: Any, clock: Callable[[], float]) -> None:
         self._cache = cache
         self.spent_s = 0.0
+        self._reading_s = min(-clock() + clock() for _ in range(1000))
         for name in CACHE_METHODS:
             setattr(self, name, self._timed(getattr(cache, name), clock))
 
@@ -81,7 +87,7 @@ class Timed:
             try:
                 return call(*args)
             finally:
-                self.spent_s += clock() - started
+                self.spent_s += clock() - started - self._reading_s
 
         return timed
 
@@ -120,14 +126,18 @@ def measure(config: Config, requests: Sequence[TraceRequest], machine: tuple[str
     clock = time.thread_time
     spent: dict[str, float] = {}
     for _ in range(config.num_repeats):
-        cost = Roofline.of(*machine, tree_attention=True)
-        cache = Timed(RadixCache(size), clock)
-        planning = Planning(cost, size, clock)
-        scheduler = Scheduler(KVManager(cache, cost.num_blocks(size)))
-        simulator = Simulator(scheduler, cost, on_batch=planning, clock=clock)
-        row = summarize(run(simulator, ClosedLoop(requests, at_once)).served)
-        found = {"tree": cache.spent_s, "scheduler": simulator.schedule_s - cache.spent_s, "plan": planning.spent_s}
-        spent = {name: min(seconds, spent.get(name, seconds)) for name, seconds in found.items()}
+        for is_timed in (False, True):  # the clocks around the tree would count as the scheduler's
+            cost = Roofline.of(*machine, tree_attention=True)
+            cache = RadixCache(size)
+            timed = Timed(cache, clock)
+            planning = Planning(cost, size, clock)
+            scheduler = Scheduler(KVManager(timed if is_timed else cache, cost.num_blocks(size)))
+            simulator = Simulator(scheduler, cost, on_batch=planning, clock=clock)
+            row = summarize(run(simulator, ClosedLoop(requests, at_once)).served)
+            found = {"plan": planning.spent_s}
+            found |= {"tree": timed.spent_s} if is_timed else {"all": simulator.schedule_s}
+            spent |= {name: min(seconds, spent.get(name, seconds)) for name, seconds in found.items()}
+    spent["scheduler"] = spent.pop("all") - spent["tree"]
     return {
         "machine": ", ".join(machine),
         "block_size": size,
@@ -144,69 +154,29 @@ def measure(config: Config, requests: Sequence[TraceRequest], machine: tuple[str
     }
 
 
-def measure_all(config: Config) -> list[Row]:
-    """Returns a row for each machine, block size, number of open requests, with hits and without."""
-    rows = []
-    traffic = {"zero hits": sharegpt(config, 1), "conversations": sharegpt(config, config.num_turns)}
-    with progress("overhead", len(config.machines) * len(config.block_sizes) * len(config.num_open) * 2) as bar:
-        for machine in config.machines:
-            for size in config.block_sizes:
-                for at_once in config.num_open:
-                    for name, requests in traffic.items():
-                        rows.append({"traffic": name, **measure(config, requests, machine, size, at_once)})
-                        bar.advance(bar.task_ids[0])
-    return rows
+def cells(config: Config) -> Iterator[Cell]:
+    """Yields a cell for each machine, block size and number of open requests, without hits and with."""
+    for machine in config.machines:
+        for size in config.block_sizes:
+            for at_once in config.num_open:
+                for traffic, num_turns in (("zero hits", 1), ("conversations", config.num_turns)):
+                    name = f"{', '.join(machine)}, {size}, {at_once}, {traffic}"
+                    yield name, partial(_cell, config, traffic, num_turns, machine, size, at_once)
 
 
-COLUMNS = {
-    "machine": "{machine}",
-    "traffic": "{traffic}",
-    "block": "{block_size}",
-    "open": "{num_open}",
-    "hits": "{hit_rate:.0%}",
-    "run s": "{duration_s:.1f}",
-    "steps": "{num_steps:,}",
-    "ms a step": "{step_ms:.1f}",
-    "tree s": "{tree_s:.3f}",
-    "scheduler s": "{scheduler_s:.3f}",
-    "plan s": "{plan_s:.3f}",
-    "share": "{share:.2%}",
-}
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Shares of each run, in percent, stacked."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(9, 0.4 * len(rows) + 1.2))
-    labels = [f"{r['machine']}, {r['traffic']}, block {r['block_size']}, {r['num_open']} open" for r in rows]
-    left = np.zeros(len(rows))
-    for name in ("tree", "scheduler", "plan"):
-        width = np.array([100 * row[f"{name}_s"] / row["duration_s"] for row in rows])
-        axes.barh(labels, width, left=left, label=name)
-        left += width
-    axes.axvline(0.3, color="gray", linewidth=0.8, linestyle="--")
-    axes.invert_yaxis()
-    axes.set_xlabel("% of the run (the paper: 0.3)")
-    axes.legend()
-    figure.savefig(path)
-    plt.close(figure)
+def _cell(config: Config, traffic: str, num_turns: int, machine: tuple[str, str], size: int, at_once: int) -> list[Row]:
+    requests = sharegpt(config, num_turns)
+    few = replace(config, num_repeats=1)
+    measure(few, requests[:5], machine, size, 5)  # first calls of everything
+    return [{"traffic": traffic, **measure(config, requests, machine, size, at_once)}]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("overhead", __doc__, "overhead.json and overhead.png")
-    options.add_argument("--smoke", action="store_true", help="a few seconds, too short to quote")
-    given = options.parse_args(arguments)
+    given = parser("overhead", __doc__).parse_args(arguments)
     config = Config()
     if given.smoke:
         config = replace(config, num_requests=10, num_open=(5,), block_sizes=(16,), num_repeats=1)
-    measure(
-        config, sharegpt(replace(config, num_requests=5), 1), config.machines[0], 16, 5
-    )  # first calls of everything
-    rows = measure_all(config)
-    print_table("Host time of ShareGPT-like requests at simulated step times", COLUMNS, rows)
-    path = save(given.out, "overhead", asdict(config), rows)
-    plot(rows, given.out / "overhead.png")
-    console.print(path, highlight=False)
+    conduct("overhead", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

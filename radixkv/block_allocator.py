@@ -49,7 +49,12 @@ class BlockAllocator:
         num_blocks = check_count("num_blocks", num_blocks)
         if self.num_blocks is not None and num_blocks > self.num_free:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_free} of {self.num_blocks} are free")
-        num_old = min(num_blocks, self._num_freed)
+        if num_blocks <= self._num_freed:
+            self._num_freed -= num_blocks
+            taken = self._freed[self._num_freed : self._num_freed + num_blocks][::-1].copy()
+            self._is_free[taken] = False
+            return taken
+        num_old = self._num_freed
         taken = np.empty(num_blocks, np.int32)
         taken[:num_old] = self._freed[self._num_freed - num_old : self._num_freed][::-1]
         self._num_freed -= num_old
@@ -71,6 +76,17 @@ class BlockAllocator:
         freed = np.asarray(block_ids, np.int32)
         if not freed.size:
             return
+        is_one = freed.size == 1 and 0 <= freed[0] < self._next_id  # the usual case, of an eviction for one more block
+        if not is_one or self._is_free[freed[0]]:
+            self._check_used(freed)
+        self._is_free[freed] = True
+        num_freed = self._num_freed + len(freed)
+        if num_freed > len(self._freed):
+            self._freed = np.concatenate([self._freed, np.empty(num_freed, np.int32)])
+        self._freed[self._num_freed : num_freed] = freed[::-1]
+        self._num_freed = num_freed
+
+    def _check_used(self, freed: Blocks) -> None:
         if freed.min() < 0 or freed.max() >= self._next_id:
             bad = freed[(freed < 0) | (freed >= self._next_id)][0]
             raise ValueError(f"block_ids: expected ids of blocks handed out (below {self._next_id}), got {bad}")
@@ -81,12 +97,6 @@ class BlockAllocator:
         twice = self._place[freed] != places  # a block given twice remembers its last place alone
         if twice.any():
             raise ValueError(f"block_ids: expected each block once, got {freed[twice][0]} twice")
-        self._is_free[freed] = True
-        num_freed = self._num_freed + len(freed)
-        if num_freed > len(self._freed):
-            self._freed = np.concatenate([self._freed, np.empty(num_freed, np.int32)])
-        self._freed[self._num_freed : num_freed] = freed[::-1]
-        self._num_freed = num_freed
 
     def free_ids(self) -> Blocks:
         """Returns the free ids in the order in which they are handed out (of a growing pool, those it has)."""

@@ -69,7 +69,7 @@ class BlockPaths:
         """
         seen: set[int] = set()
         hits = 0
-        for number in sorted(range(len(self.paths)), key=self.paths.__getitem__):
+        for number in sorted(range(len(self.paths)), key=lambda i: (self.paths[i], self.num_matchable[i])):
             hits += self._hit(number, seen)
             seen.update(self.paths[number])
         return hits

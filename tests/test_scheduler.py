@@ -33,8 +33,8 @@ class Driver:
         self.num_steps = 0
         self.starts = []  # request ids, in order of their first step
 
-    def add(self, name, prompt, max_tokens=1, namespace=None, n=1):
-        request = Request(str(name), tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n), namespace)
+    def add(self, name, prompt, max_tokens=1, namespace=None, n=1, **hints):
+        request = Request(str(name), tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n), namespace, **hints)
         sequence = self.scheduler.add(request)
         self.sequences[str(name)] = sequence
         return sequence
@@ -172,6 +172,35 @@ def test_a_cold_request_starts_within_its_bound():
         assert len(overtaking) <= 5, order
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_wait_is_longer_than_stated_whatever_is_preempted(order):
+    """Every wait, a first one or one after a preemption, under arrivals of higher priority that fill the pool."""
+    max_overtakes, waits, num_preempted = 4, {}, 0
+    driver = Driver(RadixCache(4), num_blocks=24, order=order, max_overtakes=max_overtakes, max_num_batched_tokens=64)
+    queue = driver.scheduler.waiting
+    add, remove = queue.add, queue.remove
+
+    def counted_add(sequence):
+        waits[sequence] = [len(queue), 0]
+        add(sequence)
+
+    def counted_remove(sequence, *, is_started):
+        num_waiting, num_starts = waits.pop(sequence)
+        assert not is_started or num_starts <= num_waiting + max_overtakes
+        for other in waits.values():
+            other[1] += is_started
+        remove(sequence, is_started=is_started)
+
+    queue.add, queue.remove = counted_add, counted_remove
+    driver.scheduler._running._preempted = counted_add
+    for i in range(80):
+        driver.add(i, tokens(1000 * (i % 5), 12) + tokens(50_000 + 100 * i, 8), max_tokens=24, priority=i % 7)
+        driver.step()
+    driver.run()
+    num_preempted = driver.scheduler.num_preemptions
+    assert len(driver.finished) == 80 and num_preempted > 5 and not waits
+
+
 def test_a_preempted_request_matches_what_it_had_computed():
     driver = Driver(num_blocks=12, max_num_batched_tokens=512)
     first, second = tokens(0, 90), tokens(1000, 60)
@@ -254,6 +283,8 @@ def test_samples_share_the_prompt():
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
         ({"max_num_seqs": -1}, "max_num_seqs"),
         ({"max_overtakes": -1}, "max_overtakes"),
+        ({"queue_aware": 1}, "queue_aware"),
+        ({"seed": -1}, "seed"),
     ],
 )
 def test_bad_limits_are_named(config, name):
@@ -275,6 +306,7 @@ def test_random_runs_give_every_request_its_own_tokens(name, block_size):
             num_blocks=rng.choice([60, 100, 300]) // block_size + 4,
             order=rng.choice(list(ORDERS)),
             max_overtakes=rng.choice([0, 2, 256]),
+            queue_aware=rng.random() < 0.5,
             max_num_batched_tokens=rng.choice([8, 33, 500]),
             max_num_seqs=rng.choice([2, 6, 256]),
         )
@@ -287,7 +319,8 @@ def test_random_runs_give_every_request_its_own_tokens(name, block_size):
             max_tokens, n = rng.randint(1, 12), rng.choice([1, 1, 1, 3])
             namespace = rng.choice([None, None, Salt("a")])
             if len(text) + max_tokens - 1 <= capacity:
-                driver.add(i, text, max_tokens, namespace, n)
+                hints = {"priority": rng.choice([0, 0, 1, -1]), "keep_steps": rng.choice([0, 0, 3, 50])}
+                driver.add(i, text, max_tokens, namespace, n, **hints)
                 wanted[str(i)] = (text, namespace, max_tokens, n)
             if rng.random() < 0.1:
                 broken = str(rng.randrange(i + 1))

@@ -179,6 +179,15 @@ class RandomRun:
             if self.model:
                 assert lease.num_tokens == len(handle) * self.cache.block_size
 
+    def reset(self):
+        """Forgets everything or one namespace, and then lets go of the leases that it concerned."""
+        self.commit()
+        self.free += self.cache.reset(self.random.choice(NAMESPACES)).block_ids.tolist()
+        for entry in [entry for entry in self.live if entry[0].is_stale]:
+            self.live.remove(entry)
+            self.cache.release(entry[0])
+        self.free += self.cache.evict(self.cache.num_superseded_blocks).tolist()
+
     def evict(self):
         asked = self.random.randint(0, 6)
         before = self.cache.sizes

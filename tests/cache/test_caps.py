@@ -31,6 +31,14 @@ class CappedRun(RandomRun):
         self.caps = caps
         self.num_given_up = 0
 
+    def run(self, num_operations):
+        for index in range(num_operations):
+            super().run(1)
+            if index % 40 == 39:
+                self.reset()
+                self.check()
+        return self
+
     def check(self):
         given_up = self.cache.evict(self.cache.num_superseded_blocks).tolist()
         self.free += given_up

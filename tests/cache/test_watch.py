@@ -33,7 +33,7 @@ class WatchedRun(RandomRun):
 
     def run(self, num_operations):
         names = ["acquire", "insert", "release"] * 3
-        names += ["advance", "commit", "withdraw", "evict", "cancel", "watch", "watch", "unwatch"]
+        names += ["advance", "commit", "withdraw", "evict", "cancel", "reset", "watch", "watch", "unwatch"]
         for _ in range(num_operations):
             getattr(self, self.random.choice(names))()
             self.check()
@@ -86,13 +86,13 @@ class WatchedRun(RandomRun):
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_watches_follow_every_change_and_spare_what_they_match(name, block_size):
     told = spared = 0
-    for seed in range(40):
+    for seed in range(25):
         run = WatchedRun(CACHES[name](block_size), seed).run(160)
         while run.watches:
             run.unwatch()
         told, spared = told + run.num_told, spared + run.num_spared
         run.finish()
-    assert told > 200 and spared > 10
+    assert told > 100 and spared > 5
 
 
 def put(cache, tokens, block, namespace=None):

@@ -1,0 +1,46 @@
+"""A scheduler without in-batch sharing: what is common to the sequences of a step, each computes. For `ablation`."""
+
+from typing import Any
+
+from radixkv.kv_manager import KVManager, SequenceBlocks
+from radixkv.running import RunningSequences
+from radixkv.scheduler import Scheduler
+from radixkv.sequence import Sequence
+from radixkv.tokens import TokenIds, pack
+
+
+class PublishAtCommit(KVManager):
+    """The same manager, but what a step computes can be matched when it has run and not before."""
+
+    def __init__(self, cache: Any, num_blocks: int) -> None:
+        super().__init__(cache, num_blocks)
+        self._held: list[tuple[SequenceBlocks, bytes, int]] = []
+
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
+        self._held.append((sequence, pack(token_ids), start))
+        return 0
+
+    def commit(self) -> None:
+        super().commit()
+        for sequence, tokens, start in self._held:
+            super().publish(sequence, tokens, start=start)
+        self._held.clear()
+        super().commit()
+
+    def withdraw(self) -> None:
+        self._held.clear()
+        super().withdraw()
+
+
+class Apart(RunningSequences):
+    """Running sequences for which nobody waits."""
+
+    def computes_for(self, sequence: Sequence) -> bool:
+        return False
+
+
+class ApartScheduler(Scheduler):
+    """A scheduler without in-batch sharing, over a manager that publishes at commit."""
+
+    def _make_running(self) -> RunningSequences:
+        return Apart(self.manager, self.waiting.add)
