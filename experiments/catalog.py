@@ -68,6 +68,7 @@ ENTRIES = (
     Entry("timing_channel", SERVING, 60),
     Entry("publish_timing", SERVING, 2),
     Entry("evict_or_preempt", SERVING, 10),
+    Entry("tree_serving", SERVING, 120),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
 )
 

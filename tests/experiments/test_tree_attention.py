@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from experiments import tree_attention, tree_shapes
+from experiments import tree_attention, tree_serving, tree_shapes
 
 
 def test_smoke(tmp_path, capsys):
@@ -32,3 +32,10 @@ def test_tables_have_as_many_blocks_as_tokens_need(name):
     table, lens = tree_shapes.make_tables(name, 16, random.Random(0))
     assert ((table >= 0).sum(1) == -(-lens // 16)).all()
     assert len(lens) == len(table) > 1
+
+
+def test_an_engine_decodes_the_same_tokens(tmp_path):
+    tree_serving.main(["--smoke", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "tree_serving.json").read_text())["rows"]
+    planned = {(row["prefix"], row["mode"]): row["planned_steps"] for row in rows}
+    assert planned[512, "on"] > 0 and planned[512, "off"] == planned[0, "on"] == 0
