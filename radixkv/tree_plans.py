@@ -47,9 +47,8 @@ class TreePlans:
                 block_size,
                 config.num_q_heads,
                 config.num_kv_heads,
-                cell_size=tile["cell_size"],
                 window=window,
-                tile_rows=tile["tile_rows"],
+                **tile,
                 kv_itemsize=dtype.itemsize,
                 min_items=_min_items(device, config.num_kv_heads),
             )
