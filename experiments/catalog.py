@@ -70,6 +70,8 @@ ENTRIES = (
     Entry("evict_or_preempt", SERVING, 10),
     Entry("tree_serving", SERVING, 120),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
+    Entry("tree_bytes", KERNELS, 30),
+    Entry("tree_attention", KERNELS, 200, ("--patience", "20")),
 )
 
 
