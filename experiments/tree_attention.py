@@ -1,9 +1,9 @@
 """How much time does reading a shared prefix once save in attention, on this CPU?
 
 Expectation: with 64 sequences on a prefix of 4,096 (own part 128; 32/8 heads, head_dim 128) at least 5.5 times
-(float32) and 4.5 times (bfloat16) as fast as gather + scaled_dot_product_attention, 20 times as fast as what people write; with 8
-on 1,024, 1.8 and 8 times; no slower than without a plan where nothing is shared. float32 at half of this machine's
-matmul rate or more, bfloat16 at 0.6 of the rate of PyTorch's flash attention for as many rows.
+(float32) and 4.5 times (bfloat16) as fast as gather + scaled_dot_product_attention, 20 times as fast as what people
+write; with 8 on 1,024, 1.8 and 8 times; no slower than without a plan where nothing is shared. float32 at half of this
+machine's matmul rate or more, bfloat16 at 0.6 of the rate of PyTorch's flash attention for as many rows.
 
     python -m experiments.tree_attention --out experiments/results         # a minute or more
     python -m experiments.tree_attention --smoke --out /tmp/tree_attention # some seconds

@@ -199,8 +199,8 @@ def answer(data: Data) -> str:
             a = _all(rows)
             told.append(
                 f"over {len(rows)} {kind}s {a['read_of_unique']:.2f} times the unique KV (worst {a['worst_read']:.2f}) "
-                f"and with partial results {a['all_of_unique']:.2f} ({a['worst_all']:.2f}), where sequences by themselves "
-                f"read {a['ideal']:.1f}"
+                f"and with partial results {a['all_of_unique']:.2f} ({a['worst_all']:.2f}), where each by "
+                f"itself reads {a['ideal']:.1f}"
             )
     return f"A decode step reads {'; '.join(told)}."
 
