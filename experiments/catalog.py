@@ -71,12 +71,15 @@ ENTRIES = (
     Entry("timing_channel", SERVING, 60),
     Entry("publish_timing", SERVING, 2),
     Entry("evict_or_preempt", SERVING, 10),
+    Entry("tree_serving", SERVING, 120),
     Entry("calibrate", SERVING, 40),
     Entry("cache_aware_scheduling", POLICIES, 400),
     Entry("eviction", POLICIES, 300),
     Entry("ablation", POLICIES, 90),
     Entry("hit_rate_effect", POLICIES, 30),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
+    Entry("tree_bytes", KERNELS, 30),
+    Entry("tree_attention", KERNELS, 200, ("--patience", "20")),
 )
 
 

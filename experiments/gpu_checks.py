@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from radixkv_kernels import copy_blocks, merge_states, paged_attention, store_kv
+from radixkv_kernels import PlanBuffers, TreePlan, copy_blocks, merge_states, paged_attention, plan_tile, store_kv
 from radixkv_kernels.triton_impl import attention
 
 FP8 = torch.float8_e4m3fn
@@ -166,6 +166,72 @@ def replay(call: dict[str, Any]) -> torch.Tensor:
     return out
 
 
+def share(call: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The call with the first num_tokens of its longest sequence in every sequence that is longer."""
+    table, lens = call["block_table"].clone(), call["seq_lens"].tolist()
+    blocks = num_tokens // call["k_cache"].shape[1]
+    longest = max(range(len(lens)), key=lens.__getitem__)
+    for s, length in enumerate(lens):
+        if length > num_tokens:
+            table[s, :blocks] = table[longest, :blocks]
+    return call | {"block_table": table}
+
+
+def plan_of(call: dict[str, Any]) -> TreePlan:
+    """A plan as the Triton kernels want it."""
+    q, k_cache, v_cache = call["q"], call["k_cache"], call["v_cache"]
+    options = {name: call[name] for name in ("causal", "window") if name in call}
+    return TreePlan.from_block_table(
+        call["block_table"],
+        call["seq_lens"],
+        call["cu_seqlens_q"],
+        block_size=k_cache.shape[1],
+        num_q_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[2],
+        kv_itemsize=4,
+        **options,
+        **plan_tile(
+            q.dtype,
+            q.shape[2],
+            v_head_dim=v_cache.shape[3],
+            kv_dtype=k_cache.dtype,
+            softcap=call.get("softcap") is not None,
+            device=q.device,
+            implementation="triton",
+        ),
+    )
+
+
+def check_tree(device: torch.device, some: Iterable[Case]) -> Iterator[Row]:
+    """torch.equal with and without a plan, for each case; then a CUDA graph replayed while the plan changes."""
+    for seed, case in enumerate(some):
+        call = share(build(case, seed, device), 600)
+        plan = plan_of(call)
+        want, want_lse = attend(call)
+        out, lse = attend(call | {"plan": plan.to(device)})
+        passed = torch.equal(out, want) and torch.equal(lse, want_lse) and plan.shares
+        yield {"part": "tree bits", "name": case.name, "passed": passed, "num_items": plan.num_items}
+    if device.type == "cuda":
+        call = share(build(Case("graph", seq_lens=(700, 900, 2300), q_lens=(1, 1, 1)), 3, device), 600)
+        yield {"part": "tree bits", "name": "graph replay", "passed": torch.equal(replay_plan(call), attend(call)[0])}
+
+
+def replay_plan(call: dict[str, Any]) -> torch.Tensor:
+    """Captures the call with the plan of sequences of one token, then replays it with the plan of the real lengths."""
+    real, plan = call["seq_lens"].clone(), plan_of(call)
+    lens = torch.ones_like(real)
+    buffers = PlanBuffers(4 * plan.num_items, len(real) + 5, 4 * len(plan.work.row_slots), real.device)
+    fixed = call | {"seq_lens": lens, "plan": buffers.load(plan_of(call | {"seq_lens": lens}))}
+    attend(fixed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = attend(fixed)
+    lens.copy_(real)
+    buffers.load(plan)
+    graph.replay()
+    return out
+
+
 def check_cache(device: torch.device) -> Iterator[Row]:
     """store_kv, copy_blocks and merge_states against the reference."""
     generator = torch.Generator().manual_seed(11)
@@ -199,7 +265,8 @@ def run_checks(device: torch.device, report: Callable[[Row], None], in_time: Cal
         rows.append(row)
         report(row)
 
-    for row in itertools.chain(check_cache(device), check_bits(device)):
+    in_bf16 = itertools.islice(cases(), 9)
+    for row in itertools.chain(check_cache(device), check_bits(device), check_tree(device, in_bf16)):
         add(row)
     for seed, case in enumerate(cases()):
         if not in_time():

@@ -1,9 +1,10 @@
 """Do the Triton kernels hold on a real GPU, and how near do they come to its bandwidth and its matrix rate?
 
 Expectation: every feature right in bf16, fp16 and fp8; the same bits however the work is split; decode above 0.7 of the
-measured copy bandwidth where KV outgrows the L2 cache; prefill above half of the measured matmul rate.
+measured copy bandwidth where KV outgrows the L2 cache; prefill above half of the measured matmul rate; on a prefix that
+sequences share, tree attention as many times as fast as plain decode as it reads fewer bytes; less where L2 holds it.
 
-    python -m experiments.gpu_kernels                    # checks, tunes, times; about 6 minutes at most
+    python -m experiments.gpu_kernels                    # checks, tunes, times; about 7 minutes at most
     python -m experiments.gpu_kernels --write-table      # also puts the tuned entries into the package's table
 
 Needs a CUDA device (made for torch 2.11 and triton 3.6, no network); without one it says so and exits 0. Writes
@@ -25,6 +26,9 @@ from typing import Any
 
 import torch
 
+from experiments.gpu_tree import CASES, Case, tree_rows
+from experiments.gpu_tree import SMOKE as TREE_SMOKE
+
 Row = dict[str, Any]
 
 
@@ -42,9 +46,19 @@ class Config:
     check_until_s: float = 150.0
     tune_until_s: float = 260.0
     time_until_s: float = 345.0
+    tree: tuple[Case, ...] = CASES
+    tree_until_s: float = 420.0
 
 
-SMOKE = Config(decode=((4, 1024),), prefill=((512, 512),), repeats=3, tune_until_s=40.0, time_until_s=80.0)
+SMOKE = Config(
+    decode=((4, 1024),),
+    prefill=((512, 512),),
+    repeats=3,
+    tune_until_s=40.0,
+    time_until_s=80.0,
+    tree=TREE_SMOKE,
+    tree_until_s=90.0,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +234,8 @@ def run(config: Config, write_table: bool, report: Callable[[Row], None]) -> lis
         add(row)
     peak = add(peaks(config.repeats))
     for row in time_workloads(config, peak, lambda: time.monotonic() - start < config.time_until_s):
+        add(row)
+    for row in tree_rows(config, config.tree, peak, measure, lambda: time.monotonic() - start < config.tree_until_s):
         add(row)
     return rows
 

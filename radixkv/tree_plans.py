@@ -18,8 +18,10 @@ from radixkv.batch import ScheduledSequence
 from radixkv.model.config import ModelConfig
 
 MODES = ("auto", "on", "off")
-AUTO_SAVING = 0.1
-"""Under "auto" a plan is used where it saves this share of the KV tokens that are read without one."""
+AUTO_SHARE = 0.1
+"""Under "auto" a plan is used where it saves this share of the cells that are read without one,"""
+AUTO_CPU_BYTES = 4 << 20
+"""and on a CPU so many bytes of KV a layer: fewer are read again in the time that a plan costs."""
 
 
 class TreePlans:
@@ -41,20 +43,21 @@ class TreePlans:
         self.mode = mode
         self.num_planned_steps = 0
         self._windows = frozenset(config.windows) if mode != "off" else frozenset()
+        self._least_bytes = AUTO_CPU_BYTES if device.type == "cpu" else 0
         tile = plan_tile(dtype, config.head_dim, device=device)
         self._configs = [
             PlanConfig(
                 block_size,
                 config.num_q_heads,
                 config.num_kv_heads,
-                cell_size=tile["cell_size"],
                 window=window,
-                tile_rows=tile["tile_rows"],
+                **tile,
                 kv_itemsize=dtype.itemsize,
                 min_items=_min_items(device, config.num_kv_heads),
             )
             for window in self._windows
         ]
+        self._cell_bytes = tile["cell_size"] * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         self._planners: list[TreePlanner] = []
         self._tables: dict[int, np.ndarray] = {}
         self.clear()
@@ -86,10 +89,16 @@ class TreePlans:
         except BaseException:  # half of an update must not be taken for the whole
             self.clear()
             raise
-        least = AUTO_SAVING if self.mode == "auto" else 0.0
-        chosen = {window: plan for window, plan in plans.items() if plan.saving > least}
+        chosen = {window: plan for window, plan in plans.items() if self._pays(plan)}
         self.num_planned_steps += bool(chosen)
         return chosen
+
+    def _pays(self, plan: TreePlan) -> bool:
+        if self.mode == "on":
+            return plan.shares
+        read, alone = plan.cells
+        saved = alone - read
+        return saved > AUTO_SHARE * alone and saved * self._cell_bytes >= self._least_bytes
 
     def _follow(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Brings the planners up to the tables of these sequences; others are forgotten."""

@@ -63,7 +63,7 @@ class Checked(TreePlans):
             want = TreePlan.from_block_table(table, seq_lens, cu_seqlens_q, **options)
             got = plans.get(config.window)
             if got is None:
-                assert not want.shares or len(sequences) < 2
+                assert self.mode != "on" or not want.shares
                 continue
             for name in ("items", "row_base", "row_slots", "slot_cells"):
                 assert np.array_equal(getattr(got.work, name), getattr(want.work, name)), name
@@ -144,13 +144,12 @@ def play_many(seeds):
     for seed in seeds:
         model = list(models.values())[seed % 3 if seed % 2 else 0]
         off, want = play(model, seed, "off")
-        for mode in ("on", "auto"):
-            engine, tokens = play(model, seed, mode)
-            assert tokens == want
-            assert engine.logits.keys() == off.logits.keys()
-            for name, row in engine.logits.items():
-                assert torch.equal(row, off.logits[name]), (seed, mode, name)
-            planned += engine.runner.tree_plans.num_planned_steps
+        engine, tokens = play(model, seed, "on")
+        assert tokens == want
+        assert engine.logits.keys() == off.logits.keys()
+        for name, row in engine.logits.items():
+            assert torch.equal(row, off.logits[name]), (seed, name)
+        planned += engine.runner.tree_plans.num_planned_steps
         preemptions += engine.scheduler.num_preemptions
         assert not off.runner.tree_plans.num_planned_steps
     return planned, preemptions
@@ -158,7 +157,7 @@ def play_many(seeds):
 
 def test_the_same_bits_with_and_without():
     planned, preemptions = play_many(range(8))
-    assert planned > 50 and preemptions > 0
+    assert planned > 40 and preemptions > 0
 
 
 @pytest.mark.slow
@@ -252,12 +251,26 @@ def test_nothing_shared_makes_no_plan(model, monkeypatch):
     assert not plans.num_planned_steps
 
 
-def test_auto_leaves_a_plan_that_saves_little(model):
-    tables = [np.arange(120, dtype=np.int32) + 200 * i for i in range(2)]
+def pair_of(shared, blocks):
+    """Two sequences of so many blocks, the first `shared` in common."""
+    tables = [np.arange(blocks, dtype=np.int32) + 1000 * (i + 1) for i in range(2)]
     for table in tables:
-        table[:16] = np.arange(1000, 1016)
-    pair = [sequence(i, table, 1899, 1900) for i, table in enumerate(tables)]
-    assert ask(make_plans(model, "on"), *pair) and not ask(make_plans(model, "auto"), *pair)
+        table[:shared] = np.arange(shared)
+    return [sequence(i, table, blocks * 16 - 1, blocks * 16) for i, table in enumerate(tables)]
+
+
+@pytest.mark.parametrize(
+    ("shared", "blocks", "pays"), [(16, 120, False), (16, 20, False), (600, 640, True), (64, 900, False)]
+)
+def test_auto_leaves_a_plan_that_saves_little(model, shared, blocks, pays):
+    """Little of what there is to read, or little for a CPU: 1/8 MiB a cell here, and 4 MiB are wanted."""
+    pair = pair_of(shared, blocks)
+    assert ask(make_plans(model, "on"), *pair)
+    assert bool(ask(make_plans(model, "auto"), *pair)) == pays
+
+
+def test_cells_read_and_not_read_again(model):
+    assert ask(make_plans(model), *pair_of(32, 40))[None].cells == (2 + 2, 2 * 3)
 
 
 def test_an_unknown_mode_is_refused(model):

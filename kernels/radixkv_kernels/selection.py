@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 
@@ -18,6 +18,13 @@ logger = logging.getLogger("radixkv_kernels")
 
 IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
 _MODULES = {"reference": ".reference", "torch": ".torch_impl", "triton": ".triton_impl"}
+
+
+class PlanTile(TypedDict):
+    """Keyword arguments of `TreePlan.from_block_table` and `PlanConfig`."""
+
+    cell_size: int
+    tile_rows: int
 
 
 def select_implementation(name: str, device: torch.device) -> Implementation:
@@ -58,7 +65,7 @@ def plan_tile(
     softcap: bool = False,
     device: torch.device | str = "cpu",
     implementation: str = "auto",
-) -> dict[str, int]:
+) -> PlanTile:
     """How a plan has to be made for calls of this kind: {"cell_size": ..., "tile_rows": ...}.
 
     Args:
@@ -73,4 +80,4 @@ def plan_tile(
     checks.expect(dtype in checks.FLOAT_DTYPES, "dtype", f"one of {checks.FLOAT_DTYPES}", dtype)
     chosen = select_implementation(implementation, device)
     tile = chosen.plan_tile(dtype, kv_dtype or dtype, head_dim, v_head_dim or head_dim, softcap, device)
-    return {"cell_size": tile[0], "tile_rows": tile[1]}
+    return PlanTile(cell_size=tile[0], tile_rows=tile[1])

@@ -3,23 +3,40 @@
 import json
 import random
 
+import numpy as np
 import pytest
 
-from experiments import tree_attention, tree_shapes
+from experiments import tree_attention, tree_bytes, tree_serving, tree_shapes
 
 
-def test_smoke(tmp_path, capsys):
+def test_times(tmp_path, capsys):
     tree_attention.main(["--smoke", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "tree_attention.json").read_text())["rows"]
-    assert {row["kind"] for row in rows} == {"bytes", "time"}
-    assert {row["side"] for row in rows if row["kind"] == "time"} >= {"tree", "paged", "naive"}
+    assert {row["side"] for row in rows} >= {"tree", "paged", "naive"}
+    assert all(row["of_matmul"] > 0 and row["of_flash"] > 0 for row in rows)
     assert (tmp_path / "tree_attention.png").stat().st_size > 1000
-    assert "read" in capsys.readouterr().out
+    assert "times the best plain torch" in " ".join(capsys.readouterr().out.split())
+
+
+def test_bytes(tmp_path, capsys):
+    trace = tmp_path / "mine.jsonl"
+    prompts = [[*range(700), i, *range(40)] for i in range(12)]
+    trace.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
+    tree_bytes.main(["--smoke", "--out", str(tmp_path), "--trace", str(trace)])
+    rows = json.loads((tmp_path / "tree_bytes.json").read_text())["rows"]
+    found = {row["kind"]: row for row in rows}
+    assert found["trace"]["num_seqs"] == 12 and found["trace"]["shares"]
+    # five cells of 128 are read once, the sixth (where they part) and what follows by each
+    own = 741 - 640 + np.arange(1, 65)
+    read = found["trace"]["read_bytes"] / (4 * 8 * 128)
+    assert 640 + 12 * own.min() <= read / found["trace"]["num_batches"] <= 640 + 12 * own.max()
+    assert (tmp_path / "tree_bytes.png").stat().st_size > 1000
+    assert "times the unique KV" in " ".join(capsys.readouterr().out.split())
 
 
 def test_bytes_read_over_unique():
-    config = tree_attention.FULL
-    rows = [tree_attention.bytes_row(config, name) for name in tree_shapes.SHAPES]
+    config = tree_bytes.Config()
+    rows = [row for name in tree_shapes.SHAPES for row in tree_bytes.shape_rows(config, name)]
     assert sum(row["read_of_unique"] for row in rows) / len(rows) <= 1.10
     assert sum(row["all_of_unique"] for row in rows) / len(rows) <= 1.25
     assert all(row["partial_of_saved"] < 1 for row in rows if row["shares"])
@@ -32,3 +49,10 @@ def test_tables_have_as_many_blocks_as_tokens_need(name):
     table, lens = tree_shapes.make_tables(name, 16, random.Random(0))
     assert ((table >= 0).sum(1) == -(-lens // 16)).all()
     assert len(lens) == len(table) > 1
+
+
+def test_an_engine_decodes_the_same_tokens(tmp_path):
+    tree_serving.main(["--smoke", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "tree_serving.json").read_text())["rows"]
+    planned = {(row["prefix"], row["mode"]): row["planned_steps"] for row in rows}
+    assert planned[512, "on"] > 0 and planned[512, "off"] == planned[0, "on"] == 0

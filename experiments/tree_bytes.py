@@ -1,0 +1,221 @@
+"""How many bytes does a decode step read and write, if KV that sequences share is read once?
+
+Expectation: KV read over unique KV at most 1.10 on average and 1.30 at worst over regular layered trees, ragged agent
+trees, beam search and self-consistency, and over decode batches of real traces; with partial results at most 1.25 and
+1.60 (group size 4, bfloat16). Partial results take fewer bytes than are saved wherever a plan shares.
+
+    python -m experiments.tree_bytes                                   # a minute, traces where they are
+    python -m experiments.tree_bytes --trace my.jsonl --tokenizer qwen3
+    python -m experiments.tree_bytes --smoke
+
+Plans are made as for Triton (cells of 128 tokens), by the block tables alone; no kernel runs. Of a trace the real
+scheduler and radix cache serve the first requests without a model; every some steps the sequences that decode are a
+batch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from radixkv_kernels import TreePlan
+
+from experiments.harness import Row, parser, print_table, pyplot, shared_traces
+from experiments.lab import Cell, Data, conduct
+from experiments.tree_shapes import SHAPES, make_tables
+from experiments.tree_snapshots import Serving, snapshots
+
+NAME = "tree_bytes"
+TRACES = (
+    "tau_bench_airline.conversations.jsonl",
+    "mtbench101.conversations.jsonl",
+    "mini_swe_agent.conversations.jsonl",
+    "bbh_3shot.requests.jsonl",
+    "loogle_shortdep.requests.jsonl",
+    "tot_game24.requests.jsonl",
+    "mooncake_conversation.jsonl",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run depends on."""
+
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    traces: tuple[str, ...] = ()
+    serving: Serving = field(default_factory=Serving)
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    cell_size: int = 128
+    seed: int = 0
+
+
+def bytes_of(config: Config, table: np.ndarray, lens: np.ndarray) -> Row:
+    """What the plan of one batch reads and writes, in bytes of KV and of partial results (bfloat16)."""
+    plan = TreePlan.from_block_table(
+        table,
+        lens,
+        np.arange(len(lens) + 1),
+        block_size=config.block_size,
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        cell_size=config.cell_size,
+    )
+    stats = plan.stats
+    token_bytes = 2 * 2 * config.num_kv_heads * config.head_dim
+    # a partial is written and read: head_dim values, a maximum and a sum for each query head
+    partial_bytes = stats.num_partials * 2 * 4 * config.num_q_heads * (config.head_dim + 2)
+    return {
+        "num_seqs": len(lens),
+        "shares": plan.shares,
+        "num_items": stats.num_items,
+        "unique_bytes": stats.num_unique_kv_tokens * token_bytes,
+        "read_bytes": stats.num_kv_tokens_read * token_bytes,
+        "logical_bytes": stats.num_logical_kv_tokens * token_bytes,
+        "partial_bytes": partial_bytes,
+    }
+
+
+def ratios(row: Row) -> Row:
+    """The row with what it comes to over its unique bytes."""
+    unique, read, partials = row["unique_bytes"], row["read_bytes"], row["partial_bytes"]
+    saved = row["logical_bytes"] - read
+    return row | {
+        "ideal": row["logical_bytes"] / unique,
+        "read_of_unique": read / unique,
+        "all_of_unique": (read + partials) / unique,
+        "partial_of_saved": partials / saved if saved > 0 else None,
+    }
+
+
+def shape_rows(config: Config, name: str) -> list[Row]:
+    """One row."""
+    table, lens = make_tables(name, config.block_size, random.Random(config.seed))
+    return [ratios({"kind": "shape", "tree": name, **bytes_of(config, table, lens)})]
+
+
+def trace_rows(config: Config, path: str) -> list[Row]:
+    """One row, of all its batches together, with the worst of them."""
+    rows = [bytes_of(config, *batch) for batch in snapshots(path, config.serving, config.block_size)]
+    if not rows:
+        return []
+    together: Row = {key: sum(row[key] for row in rows) for key in rows[0]}
+    each = [ratios(row) for row in rows]
+    return [
+        ratios(
+            {
+                "kind": "trace",
+                "tree": Path(path).name.partition(".")[0],
+                **together,
+                "num_seqs": together["num_seqs"] / len(rows),
+                "num_items": together["num_items"] / len(rows),
+                "num_batches": len(rows),
+                "worst_read": max(row["read_of_unique"] for row in each),
+                "worst_all": max(row["all_of_unique"] for row in each),
+            }
+        )
+    ]
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a tree and a trace."""
+    for name in config.shapes:
+        yield f"shape {name}", partial(shape_rows, config, name)
+    for path in config.traces:
+        yield f"trace {Path(path).name}", partial(trace_rows, config, path)
+
+
+COLUMNS = {
+    "trace": "{tree}",
+    "n": "{num_batches}",
+    "seqs": "{num_seqs:.0f}",
+    "items": "{num_items:.0f}",
+    "logical": "{ideal:.2f}",
+    "read": "{read_of_unique:.3f}",
+    "worst": "{worst_read:.3f}",
+    "+ partials": "{all_of_unique:.3f}",
+    "worst ": "{worst_all:.3f}",
+    "of saved": "{saved}",
+}
+
+
+def show(data: Data) -> None:
+    """Prints a line a tree and trace, and one for all trees and all traces."""
+    shown = []
+    for kind in ("shape", "trace"):
+        rows = [row for row in data["rows"] if row["kind"] == kind]
+        for row in rows:
+            saved = "-" if row["partial_of_saved"] is None else f"{row['partial_of_saved']:.3f}"
+            worst = {"worst_read": row["read_of_unique"], "worst_all": row["all_of_unique"]}
+            shown.append({"num_batches": 1, **worst, **row, "saved": saved})
+        if rows:
+            shown.append({"tree": f"all {kind}s", "num_seqs": 0, "num_items": 0, "saved": "-", **_all(rows)})
+    print_table("Bytes of a decode step, over those of the unique KV (group size 4, bfloat16)", COLUMNS, shown)
+
+
+def _all(rows: list[Row]) -> Row:
+    """Means and worst."""
+    means = {key: float(np.mean([row[key] for row in rows])) for key in ("ideal", "read_of_unique", "all_of_unique")}
+    worst_read: float = max(float(row["worst_read"] if "worst_read" in row else row["read_of_unique"]) for row in rows)
+    worst_all: float = max(float(row["worst_all"] if "worst_all" in row else row["all_of_unique"]) for row in rows)
+    return means | {"worst_read": worst_read, "worst_all": worst_all, "num_batches": len(rows)}
+
+
+def plot(path: Path) -> Path:
+    """Bytes over unique bytes of each tree and trace, from the JSON."""
+    rows = json.loads(path.read_text())["rows"]
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 0.2 * len(rows) + 1.5))
+    at = np.arange(len(rows))
+    read = [row["read_of_unique"] for row in rows]
+    axes.barh(at, read, 0.8, label="KV")
+    axes.barh(at, [r["all_of_unique"] - r["read_of_unique"] for r in rows], 0.8, left=read, label="partial results")
+    axes.set_yticks(at, [row["tree"] for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="gray", linewidth=0.8)
+    axes.set_xlabel("bytes over unique KV bytes")
+    axes.set_xlim(0.9)
+    axes.legend()
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
+
+
+def answer(data: Data) -> str:
+    """One sentence."""
+    told = []
+    for kind in ("shape", "trace"):
+        rows = [row for row in data["rows"] if row["kind"] == kind]
+        if rows:
+            a = _all(rows)
+            told.append(
+                f"over {len(rows)} {kind}s {a['read_of_unique']:.2f} times the unique KV (worst {a['worst_read']:.2f}) "
+                f"and with partial results {a['all_of_unique']:.2f} ({a['worst_all']:.2f}), where each by "
+                f"itself reads {a['ideal']:.1f}"
+            )
+    return f"A decode step reads {'; '.join(told)}."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(NAME, __doc__)
+    options.add_argument("--trace", nargs="+", help="trace files; default: the public ones, where they are")
+    options.add_argument("--tokenizer", default=Serving.tokenizer, help="of traces that are text (bytes)")
+    given = options.parse_args(argv)
+    found = given.trace or [str(path) for path in shared_traces(*TRACES)]
+    config = Config(traces=tuple(found), serving=replace(Serving(), tokenizer=given.tokenizer))
+    if given.smoke:
+        config = replace(config, shapes=("1x8 of 128/128", "beam search"), traces=tuple(given.trace or ()))
+    conduct(NAME, given.out, config, cells(config), sys.modules[__name__])
+
+
+if __name__ == "__main__":
+    main()
