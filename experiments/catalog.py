@@ -53,6 +53,7 @@ def _docstring(name: str) -> str:
 PREFIXES = "What a prefix cache buys"
 INDEX = "What the index costs"
 SERVING = "In an engine"
+FLEET = "Many replicas"
 KERNELS = "Attention"
 
 ENTRIES = (
@@ -63,6 +64,8 @@ ENTRIES = (
     Entry("chat", SERVING, 120),
     Entry("publish_timing", SERVING, 2),
     Entry("evict_or_preempt", SERVING, 10),
+    Entry("routing", FLEET, 900),
+    Entry("route_cost", FLEET, 60),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
 )
 
