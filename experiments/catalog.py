@@ -54,6 +54,7 @@ PREFIXES = "What a prefix cache buys"
 INDEX = "What the index costs"
 SERVING = "In an engine"
 POLICIES = "Which next, and which goes"
+FLEET = "Many replicas"
 KERNELS = "Attention"
 
 ENTRIES = (
@@ -77,6 +78,8 @@ ENTRIES = (
     Entry("eviction", POLICIES, 300),
     Entry("ablation", POLICIES, 90),
     Entry("hit_rate_effect", POLICIES, 30),
+    Entry("routing", FLEET, 900),
+    Entry("route_cost", FLEET, 60),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
     Entry("tree_bytes", KERNELS, 30),
     Entry("tree_attention", KERNELS, 200, ("--patience", "20")),

@@ -1,4 +1,4 @@
-"""What does choosing a replica cost, at how many replicas and how much cached?
+"""What does choosing a replica cost, and does it grow with the replicas and with what they have cached?
 
 Conversations (4,000 tokens, the first 1,024 one of 20 system prompts) lie in the caches of the replicas, known block by
 block from their events. Each measured request continues one of them. `match` is the index alone; `route` is all of a
@@ -6,19 +6,23 @@ decision: the index, what is in flight, costs, bookkeeping. CPU time of this thr
 process grew by. Expected: at most 50 us for a match at 64 replicas and a million blocks, and nothing that grows with
 the number of blocks.
 
-    python -m experiments.route_cost [--smoke]
+    python -m experiments.route_cost
 """
 
+import json
 import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, console, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, parser, print_table, pyplot
+from experiments.lab import Cell, Data, conduct
 from radixkv.cache.events import BlockStored
 from radixkv.routing.policies import CacheAware
 from radixkv.tokens import pack, unpack
@@ -37,6 +41,27 @@ COLUMNS = {
 }
 
 
+@dataclass(frozen=True)
+class Config:
+    """Blocks cached in all, on so many replicas."""
+
+    num_blocks: tuple[int, ...] = (10_000, 100_000, 1_000_000)
+    num_replicas: tuple[int, ...] = (8, 64)
+    num_requests: int = 2000
+    seed: int = 0
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a size."""
+    for num_replicas in config.num_replicas:
+        for num_blocks in config.num_blocks:
+            yield f"{num_replicas} {num_blocks}", partial(measure, config, num_replicas, num_blocks)
+
+
+def measure(config: Config, num_replicas: int, num_blocks: int) -> list[Row]:
+    return [run(num_replicas, num_blocks, config.num_requests, config.seed)]
+
+
 def run(num_replicas: int, num_blocks: int, num_requests: int, seed: int = 0) -> Row:
     """Fills a router's index, and measures requests that continue what is in it."""
     rng = np.random.default_rng(seed)
@@ -48,25 +73,23 @@ def run(num_replicas: int, num_blocks: int, num_requests: int, seed: int = 0) ->
     # By replica and system prompt, the hash of its last block.
     ends: dict[tuple[str, int], bytes] = {}
     texts, total, num_stored = [], 0, 0
-    with progress(f"filling {num_blocks:,} blocks on {num_replicas} replicas", num_blocks) as bar:
-        while total < num_blocks:
-            name, which = names[num_stored % num_replicas], int(rng.integers(NUM_SYSTEMS))
-            own = rng.integers(0, 150_000, NUM_TOKENS - NUM_SYSTEM_TOKENS, np.int32)
-            text = np.concatenate([systems[which], own])
-            parent = ends.get((name, which))
-            tokens = pack(text if parent is None else own)
-            hashes = tuple(random_bytes(32) for _ in range(len(tokens) // 4 // BLOCK_SIZE))
-            event = BlockStored(hashes, parent, tokens, BLOCK_SIZE)
-            started = time.thread_time()
-            router.apply(name, event)
-            event_s += time.thread_time() - started
-            if parent is None:
-                ends[name, which] = hashes[NUM_SYSTEM_TOKENS // BLOCK_SIZE - 1]
-            if num_stored % max(num_blocks // 60_000, 1) == 0:
-                texts.append(text)
-            total += len(hashes)
-            num_stored += 1
-            bar.advance(bar.task_ids[0], len(hashes))
+    while total < num_blocks:
+        name, which = names[num_stored % num_replicas], int(rng.integers(NUM_SYSTEMS))
+        own = rng.integers(0, 150_000, NUM_TOKENS - NUM_SYSTEM_TOKENS, np.int32)
+        text = np.concatenate([systems[which], own])
+        parent = ends.get((name, which))
+        tokens = pack(text if parent is None else own)
+        hashes = tuple(random_bytes(32) for _ in range(len(tokens) // 4 // BLOCK_SIZE))
+        event = BlockStored(hashes, parent, tokens, BLOCK_SIZE)
+        started = time.thread_time()
+        router.apply(name, event)
+        event_s += time.thread_time() - started
+        if parent is None:
+            ends[name, which] = hashes[NUM_SYSTEM_TOKENS // BLOCK_SIZE - 1]
+        if num_stored % max(num_blocks // 60_000, 1) == 0:
+            texts.append(text)
+        total += len(hashes)
+        num_stored += 1
     grown = _resident_bytes() - before
     prompts = [
         pack(np.concatenate([texts[at], rng.integers(0, 150_000, 200, np.int32)]))
@@ -114,32 +137,46 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def plot(rows: Sequence[Row], path: Path) -> Path:
-    """Draws the times against what is cached."""
+def show(data: Data) -> None:
+    """Prints a line a size."""
+    title = f"A decision for a prompt of {NUM_TOKENS + 200:,} tokens, blocks of {BLOCK_SIZE}"
+    print_table(title, COLUMNS, data["rows"])
+
+
+def answer(data: Data) -> str:
+    """One sentence, of the largest size."""
+    row = max(data["rows"], key=lambda row: (row["num_replicas"], row["num_blocks"]))
+    return (
+        f"With {row['num_blocks']:,} blocks cached on {row['num_replicas']} replicas a match takes "
+        f"{row['match_p50_us']:.1f} us and the whole decision {row['route_p50_us']:.0f} us in the median."
+    )
+
+
+def plot(path: Path) -> Path:
+    """Draws the times against what is cached, from the JSON alone."""
+    rows = json.loads(path.read_text())["rows"]
     plt = pyplot()
     figure, axes = plt.subplots()
     for count in sorted({row["num_replicas"] for row in rows}):
         mine = [row for row in rows if row["num_replicas"] == count]
         blocks = [row["num_blocks"] for row in mine]
         (line,) = axes.plot(blocks, [row["route_p50_us"] for row in mine], marker="o", label=f"route, {count} replicas")
-        axes.plot(
-            blocks, [row["match_p50_us"] for row in mine], marker="s", ls="--", color=line.get_color(), label="match"
-        )
-    axes.set(xscale="log", xlabel="cached blocks", ylabel="CPU time, p50 (us)", title="Choosing a replica", ylim=0)
+        matches = [row["match_p50_us"] for row in mine]
+        axes.plot(blocks, matches, marker="s", ls="--", color=line.get_color(), label=f"match, {count} replicas")
+    axes.set(
+        xscale="log", xlabel="cached blocks", ylabel="CPU time, p50 (us)", title="Choosing a replica", ylim=(0, None)
+    )
     axes.legend()
-    figure.savefig(path)
-    return path
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("route_cost", __doc__, "route_cost.json and route_cost.png")
-    options.add_argument("--smoke", action="store_true", help="small sizes, seconds")
-    given = options.parse_args(arguments)
-    sizes, num_requests = ([10_000, 30_000], 300) if given.smoke else ([10_000, 100_000, 1_000_000], 2000)
-    rows = [run(count, size, num_requests) for count in (8, 64) for size in sizes]
-    print_table(f"A decision for a prompt of {NUM_TOKENS + 200:,} tokens, blocks of {BLOCK_SIZE}", COLUMNS, rows)
-    path = save(given.out, "route_cost", {"smoke": given.smoke}, rows)
-    console.print(f"{path}\n{plot(rows, given.out / 'route_cost.png')}", highlight=False)
+    given = parser("route_cost", __doc__).parse_args(arguments)
+    config = Config((10_000, 30_000), num_requests=300) if given.smoke else Config()
+    conduct("route_cost", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

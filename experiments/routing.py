@@ -6,20 +6,21 @@ every replica, for time to first token and throughput. `one` is one big replica 
 cache_aware keeps 97 % of its hit rate at a load of 1.25 at most; round robin loses most of what conversations share;
 longest_match hits all there is to hit and sends it to one replica. The picture has hit rate against 1 to 64 replicas.
 
-    python -m experiments.routing --traces ../shared/traces              a quarter of an hour
-    python -m experiments.routing --traces ../shared/traces --smoke      a minute
-    python -m experiments.routing                                        the shared-system-prompt chat alone
-    python -m experiments.routing --backend ray --replicas 2             real engines, see experiments.routing_ray
+    python -m experiments.routing                                  a quarter of an hour; real traces where there are any
+    python -m experiments.routing --smoke                          the start of the two smallest
+    python -m experiments.routing --backend ray --replicas 2       real engines, see experiments.routing_ray
 """
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import Row, console, fail, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, fail, parser, print_table, pyplot
+from experiments.lab import Cell, Data, conduct
 from experiments.routing_replay import ROUTERS, SOURCES, Source, replay
 from experiments.routing_served import pool_blocks, serve
 
@@ -28,62 +29,61 @@ PLOTTED = ("round_robin", "consistent_hash", "longest_match", "cache_aware")
 
 @dataclass(frozen=True)
 class Config:
-    """What to run; the chat alone where there is no folder of traces."""
+    """What to run, of what there is: real traces are no part of the package."""
 
-    traces: str | None = None
+    sources: tuple[str, ...] = tuple(SOURCES)
+    routers: tuple[str, ...] = ROUTERS
     num_replicas: int = 8
     counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    scaled: tuple[str, ...] = ("tau_bench", "bbh")
+    scaled: tuple[str, ...] = ("tau_bench", "bbh", "chat")
     replay_limit: int | None = None
     served_limit: int = 600
     seed: int = 0
 
 
-def cells(config: Config) -> Iterator[tuple[str, Any]]:
+def cells(config: Config) -> Iterator[Cell]:
     """A cell a trace, pool, number of replicas and router."""
-    folder = Path(config.traces or "")
     for source in SOURCES.values():
-        if source.file is not None and config.traces is None:
+        if source.name not in config.sources or not source.is_here:
             continue
         short = replace(source, limit=config.replay_limit)
         counts = (config.num_replicas, 4) if source.name == "mooncake" else (config.num_replicas,)
         for count in counts:
             for pool in (None, source.pool_blocks):
-                yield f"replayed {source.name} {count} {pool} one", partial(_one, short, folder, config, count, pool)
-                for router in ROUTERS:
-                    measure = partial(_replayed, short, folder, config, router, count, pool)
+                yield f"replayed {source.name} {count} {pool} one", partial(_one, short, config, count, pool)
+                for router in config.routers:
+                    measure = partial(_replayed, short, config, router, count, pool)
                     yield f"replayed {source.name} {count} {pool} {router}", measure
         for pool in (None, pool_blocks(source.block_size)):
-            for router in ROUTERS:
-                measure = partial(_served, replace(source, limit=config.served_limit), folder, config, router, pool)
+            for router in config.routers:
+                measure = partial(_served, replace(source, limit=config.served_limit), config, router, pool)
                 yield f"served {source.name} {pool} {router}", measure
-        if source.name in config.scaled or config.traces is None:
+        if source.name in config.scaled:
             for router in ("round_robin", "cache_aware"):
                 for count in config.counts:
-                    measure = partial(_replayed, short, folder, config, router, count, None, "scaled")
+                    measure = partial(_replayed, short, config, router, count, None, "scaled")
                     yield f"scaled {source.name} {count} {router}", measure
 
 
-def _one(source: Source, folder: Path, config: Config, count: int, pool: int | None) -> list[Row]:
+def _one(source: Source, config: Config, count: int, pool: int | None) -> list[Row]:
     """One big replica with the blocks of all."""
-    row = replay(source, source.requests(folder, config.seed), "round_robin", 1, pool and pool * count)
+    row = replay(source, source.requests(config.seed), "round_robin", 1, pool and pool * count)
     return [row | {"kind": "replayed", "router": "one", "num_replicas": count, "num_blocks": pool}]
 
 
 def _replayed(
     source: Source,
-    folder: Path,
     config: Config,
     router: str,
     count: int,
     pool: int | None,
     kind: str = "replayed",
 ) -> list[Row]:
-    return [{"kind": kind, **replay(source, source.requests(folder, config.seed), router, count, pool)}]
+    return [{"kind": kind, **replay(source, source.requests(config.seed), router, count, pool)}]
 
 
-def _served(source: Source, folder: Path, config: Config, router: str, pool: int | None) -> list[Row]:
-    row = serve(source, source.requests(folder, config.seed), router, config.num_replicas, pool)
+def _served(source: Source, config: Config, router: str, pool: int | None) -> list[Row]:
+    row = serve(source, source.requests(config.seed), router, config.num_replicas, pool)
     return [{"kind": "served", **row}]
 
 
@@ -110,7 +110,7 @@ SERVED = {
 }
 
 
-def _of_kind(data: Row, kind: str) -> list[Row]:
+def _of_kind(data: Data, kind: str) -> list[Row]:
     """Returns the rows of a kind, with the pool in words and the share of one big replica's hit rate."""
     rows = [row for row in data["rows"] if row["kind"] == kind]
     one = {_place(row): row["hit_rate"] for row in rows if row["router"] == "one"}
@@ -126,7 +126,7 @@ def _place(row: Row) -> tuple[Any, ...]:
     return row["trace"], row["num_replicas"], row["num_blocks"]
 
 
-def show(data: Row) -> None:
+def show(data: Data) -> None:
     """Prints the tables."""
     print_table("One request at a time", REPLAYED, _of_kind(data, "replayed"))
     config = data["config"]
@@ -134,7 +134,7 @@ def show(data: Row) -> None:
     print_table(title, SERVED, _of_kind(data, "served"))
 
 
-def answer(data: Row) -> str:
+def answer(data: Data) -> str:
     """One sentence on what cache_aware keeps."""
     found = [row for row in _of_kind(data, "replayed") if row["router"] == "cache_aware"]
     reached = [row for row in found if row["kept"] >= 0.97 and row["load_ratio"] <= 1.25]
@@ -179,11 +179,9 @@ def plot(path: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("routing", __doc__, "routing.json and routing.png")
-    options.add_argument("--traces", metavar="DIR", help="folder of the real traces; without it the chat alone")
+    options = parser("routing", __doc__)
     options.add_argument("--replicas", type=int, default=8, help="(8)")
     options.add_argument("--backend", choices=("embedded", "ray"), default="embedded", help="(embedded)")
-    options.add_argument("--smoke", action="store_true", help="the start of each trace: not to quote")
     given = options.parse_args(arguments)
     if given.replicas < 1:
         fail(f"--replicas: expected at least 1, got {given.replicas}")
@@ -191,23 +189,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from experiments.routing_ray import run as run_ray
 
         return run_ray(given.replicas, given.out, smoke=given.smoke)
-    config = Config(given.traces, given.replicas)
+    config = Config(num_replicas=given.replicas)
     if given.smoke:
-        config = replace(config, counts=(1, 4, 16), replay_limit=100, served_limit=40)
-    rows: list[Row] = []
-    jobs = list(cells(config))
-    with progress("routing", len(jobs)) as bar:
-        for _, measure in jobs:
-            try:
-                rows += measure()
-            except ValueError as error:
-                fail(str(error))
-            bar.advance(bar.task_ids[0])
-    path = save(given.out, "routing", asdict(config), rows)
-    data = json.loads(path.read_text())
-    show(data)
-    console.print(answer(data), style="bold", highlight=False)
-    console.print(f"{path}\n{plot(path)}", highlight=False)
+        config = replace(
+            config, sources=("bbh", "chat"), routers=PLOTTED, counts=(1, 4, 16), replay_limit=150, served_limit=60
+        )
+    conduct("routing", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Real engines behind Ray Serve: its own router against ours, in one run, and the tokens of one engine as the check.
 
 Conversations on tiny_gpt, random weights: groups of four share a system prompt, each turn adds a question and the
-answer before it; four run at a time. Both routers serve the same conversations with fresh replicas, one after the
-other; every answer has to be the one engine's, token for token. Time to first token is the client's, Serve included.
-Called by `experiments.routing --backend ray`.
+answer before it; eight run at a time, each pausing between turns as people do. (Without pauses Serve's router, which
+looks for the shortest queue, finds the replica that has just answered, and hits by accident.) Both routers serve the
+same conversations with fresh replicas, one after the other; every answer has to be the one engine's, token for token.
+Time to first token is the client's, Serve included. Called by `experiments.routing --backend ray`.
 """
 
 import asyncio
@@ -33,12 +34,13 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Config:
-    """What is said: tokens of system prompts, questions and answers."""
+    """What is said, in tokens, and how fast."""
 
     num_replicas: int = 2
     num_conversations: int = 16
     num_turns: int = 6
-    num_at_once: int = 4
+    num_at_once: int = 8
+    pause_s: float = 1.0  # in the mean, exponential
     system_tokens: int = 256
     question_tokens: int = 96
     answer_tokens: int = 8
@@ -87,8 +89,10 @@ async def converse(handle: Any, config: Config, title: str) -> tuple[Answers, li
         async def hold(which: int, turns: list[list[int]]) -> None:
             async with at_once:
                 said: list[int] = []
+                rng = np.random.default_rng([config.seed, which])
                 for turn, question in enumerate(turns):
                     said += question
+                    await asyncio.sleep(rng.exponential(config.pause_s))
                     started, first, found = time.perf_counter(), None, []
                     async for chunk in stream(handle, said, params):
                         first = first or time.perf_counter() - started
@@ -96,6 +100,7 @@ async def converse(handle: Any, config: Config, title: str) -> tuple[Answers, li
                     ended = time.perf_counter()
                     records.append(
                         {
+                            "conversation": which,
                             "replica": chunk.replica,
                             "num_prompt_tokens": len(said),
                             "num_cached_tokens": chunk.num_cached_tokens,

@@ -3,10 +3,9 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from experiments.harness import Row
+from experiments.harness import Row, shared_traces
 from radixkv.cache.events import Callback
 from radixkv.replay import CacheConfig, Replay
 from radixkv.routing.policies import make_router
@@ -27,10 +26,16 @@ class Source:
     block_size: int = 16
     limit: int | None = None
 
-    def requests(self, folder: Path, seed: int) -> Iterable[TraceRequest]:
+    @property
+    def is_here(self) -> bool:
+        """Whether it is made here, or its file is there."""
+        return self.file is None or bool(shared_traces(self.file))
+
+    def requests(self, seed: int = 0) -> Iterable[TraceRequest]:
+        """Returns its requests, again each time."""
         if self.file is None:
             return open_workload("chat", seed=seed, limit=self.limit, num_requests=2000)
-        return open_trace(folder / self.file, limit=self.limit)
+        return open_trace(shared_traces(self.file), limit=self.limit)
 
 
 SOURCES = {

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import ray
 from ray import serve
@@ -37,6 +38,9 @@ from radixkv.routing.zmq import ZmqPublisher, ZmqSubscriber
 
 IDLE_FLUSH_S = 0.2  # a replica that has nothing to do looks for snapshots asked of it so often
 STATS_PERIOD_S = 0.5
+
+# Serve makes the routers, one for each handle; `stream` tells those of its process of first tokens.
+_here: WeakSet[PrefixRouter] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,9 @@ class PrefixRouter(RequestRouter):
         self._lock = threading.Lock()  # Serve reports ends from other threads
         self._router = make_router(router, **options)
         self._subscribers: dict[str, ZmqSubscriber] = {}
-        self._assignments: dict[str, Assignment] = {}  # by Serve's id of the request
+        self._assignments: dict[str, Assignment] = {}  # by Serve's internal id of the request
+        self._internal_ids: dict[str, str] = {}  # by its public one, until the first token
+        _here.add(self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -179,7 +185,15 @@ class PrefixRouter(RequestRouter):
             self._finish(pending_request.metadata.internal_request_id)  # chosen before, and refused
             assignment = self._router.route(token_ids, *namespace)
             self._assignments[pending_request.metadata.internal_request_id] = assignment
+            self._internal_ids[pending_request.metadata.request_id] = pending_request.metadata.internal_request_id
         return [[candidates[assignment.replica]]] if assignment.replica in candidates else []
+
+    def prefilled(self, request_id: str, num_cached_tokens: int) -> None:
+        """The first token of a request has come, by Serve's name for it; one of another router is passed over."""
+        with self._lock:
+            internal_id = self._internal_ids.pop(request_id, None)
+            if internal_id in self._assignments:
+                self._router.prefilled(self._assignments[internal_id], num_cached_tokens)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         super().on_request_completed(replica_id, internal_request_id)
@@ -190,6 +204,7 @@ class PrefixRouter(RequestRouter):
         assignment = self._assignments.pop(internal_request_id, None)
         if assignment is not None:
             self._router.finish(assignment)
+            self._internal_ids = {name: own for name, own in self._internal_ids.items() if own != internal_request_id}
 
 
 def deploy(
@@ -262,7 +277,10 @@ async def stream(
     for move in range(max_moves + 1):
         num_again = num_received
         try:
-            async for chunk in handle.options(stream=True).generate.remote(tuple(token_ids), params, namespace):
+            response = handle.options(stream=True).generate.remote(tuple(token_ids), params, namespace)
+            async for chunk in response:
+                for router in tuple(_here):
+                    router.prefilled(response.request_id, chunk.num_cached_tokens)
                 new = chunk.token_ids[num_again:]
                 num_again = max(num_again - len(chunk.token_ids), 0)
                 num_received += len(new)

@@ -7,6 +7,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from radixkv.cache.base import check_count
 from radixkv.cache.events import Event
 from radixkv.cache.namespace import Namespace
 from radixkv.routing.index import FleetIndex
@@ -16,6 +17,8 @@ from radixkv.tokens import TOKEN_BYTES
 
 Clock = Callable[[], float]
 MEMORY_TOKENS = 2**24  # work of a replica, in the mean, after which all of it counts half
+
+EXPIRE_EVERY = 16  # decisions
 
 
 class RoundRobin(Router):
@@ -100,6 +103,7 @@ class _Indexed(Router):
         if follows_events and max_age_s is not None:
             raise ValueError("max_age_s: expected None with follows_events, as the events tell what is gone")
         self._max_age_s = max_age_s
+        self._turn = self._num_slots = 0
         self.held = FleetIndex(block_size, max_blocks=max_blocks, clock=clock) if follows_events else None
         self.sent = FleetIndex(block_size, max_blocks=None if follows_events else max_blocks, clock=clock)
         self._indexes = [self.sent] if self.held is None else [self.sent, self.held]
@@ -107,8 +111,10 @@ class _Indexed(Router):
 
     def add_replica(self, name: str) -> None:
         super().add_replica(name)
+        slot = self._replicas[name].slot
+        self._num_slots = max(self._num_slots, slot + 1)
         for index in self._indexes:
-            assert index.add_replica(name) == self._replicas[name].slot, "one numbering"
+            assert index.add_replica(name) == slot, "one numbering"
 
     def remove_replica(self, name: str) -> list[Assignment]:
         lost = super().remove_replica(name)
@@ -122,11 +128,15 @@ class _Indexed(Router):
 
     def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
         if self.held is not None:
-            oldest = next(iter(self._in_flight), None)
-            self.sent.expire(now_s if oldest is None else oldest.routed_s)
+            # Who is looked at costs more than who is forgotten, so not each time; a claim too long is a detour at most.
+            self._turn += 1
+            if not self._in_flight:
+                self.sent.expire(now_s)
+            elif self._turn % EXPIRE_EVERY == 0:
+                self.sent.expire(next(iter(self._in_flight)).routed_s)
         elif self._max_age_s is not None:
             self.sent.expire(now_s - self._max_age_s)
-        matched = [0] * (max(replica.slot for replica in self._open) + 1)
+        matched = [0] * self._num_slots
         for index in self._indexes:
             _fill(matched, index.match(key, namespace))
         replica = self._best(len(key) // TOKEN_BYTES, matched)
@@ -154,7 +164,8 @@ class CacheAware(_Indexed):
 
     Args:
         balance: weight of a token of past work against one to be computed now.
-        slack: by what share of the mean a replica may be ahead before
+        slack: by what share of the mean, and by how many
+        slack_tokens: besides (about what a step computes), a replica may be ahead before
         pressure: is the weight of each further token of work.
     """
 
@@ -164,28 +175,29 @@ class CacheAware(_Indexed):
         *,
         balance: float = 0.05,
         slack: float = 0.2,
+        slack_tokens: int = 2048,
         pressure: float = 1.75,
         **index: Any,
     ) -> None:
         for name, value in (("balance", balance), ("slack", slack), ("pressure", pressure)):
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-        self._balance, self._slack, self._pressure = balance, slack, pressure
+        self._balance, self._pressure = balance, pressure
+        self._slack, self._slack_tokens = slack, check_count("slack_tokens", slack_tokens)
         super().__init__(replicas, **index)
 
     def _best(self, num_tokens: int, matched: list[int]) -> Replica:
         balance, pressure = self._balance, self._pressure
-        mean = sum(replica.work_tokens for replica in self._open) / len(self._open)
+        mean = sum([replica.work_tokens for replica in self._open]) / len(self._open)
         if mean > MEMORY_TOKENS:  # what was long ago counts less
             for replica in self._replicas.values():
                 replica.work_tokens /= 2
             mean /= 2
-        limit = mean * (1 + self._slack)
+        limit = mean * (1 + self._slack) + self._slack_tokens
         best, least = self._open[0], float("inf")
         for replica in self._open:
             work = replica.work_tokens
-            # At least one token is computed in any case.
-            cost = max(num_tokens - matched[replica.slot], 1) + replica.queued_tokens + balance * work
+            cost = num_tokens - matched[replica.slot] + replica.queued_tokens + balance * work
             if work > limit:
                 cost += pressure * (work - limit)
             if cost < least:
@@ -224,10 +236,13 @@ def _load(replica: Replica) -> tuple[int, int, float]:
 
 def _fill(matched: list[int], levels: list[tuple[int, int]]) -> None:
     """Raises each replica's entry to the deepest level that it is in."""
-    num_slots = (1 << len(matched)) - 1
+    everyone = (1 << len(matched)) - 1
     deeper = 0
     for num_tokens, mask in reversed(levels):
-        new = mask & ~deeper & num_slots
+        if mask & everyone == everyone:  # what all have, and nobody less
+            matched[:] = [num_tokens if num < num_tokens else num for num in matched]
+            return
+        new = mask & ~deeper
         deeper |= mask
         while new:
             lowest = new & -new

@@ -128,6 +128,8 @@ def test_events_dropped_doubled_and_reordered(seed, block_size, num_kept):
             engines[name].serve(*texts.next())
             if rng.random() < 0.7 and (numbered := engines[name].log.flush()):
                 channels[name].send(numbered)
+            if rng.random() < 0.04:
+                engines[name].manager.reset(rng.choice(NAMESPACES))
             index.tree.check()
         for name, engine in engines.items():
             if numbered := engine.log.flush():

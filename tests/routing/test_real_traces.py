@@ -8,7 +8,8 @@ from experiments.routing_replay import SOURCES, replay
 
 def play(trace, router, count, num_blocks=None):
     source = SOURCES[trace]
-    return replay(source, source.requests(shared_file(f"traces/{source.file}").parent, 0), router, count, num_blocks)
+    shared_file(f"traces/{source.file}")
+    return replay(source, source.requests(), router, count, num_blocks)
 
 
 def check_balanced(trace, one):

@@ -142,15 +142,15 @@ def test_a_first_block_that_every_request_shares():
 
 def test_a_system_prompt_longer_than_half_of_most_prompts():
     rng = random.Random(1)
-    system = list(range(100, 180))
-    users = [[*system, *(rng.randrange(10**6) for _ in range(20))] for _ in range(40)]
+    system = list(range(2000))
+    users = [[*system, *(rng.randrange(10**6) for _ in range(500))] for _ in range(40)]
     fleet, alone = Fleet(make("cache_aware", "abcd"), "abcd"), Fleet(make("cache_aware", "x"), "x")
     for _ in range(10):
         for i in range(len(users)):
-            users[i] = [*users[i], *(rng.randrange(10**6) for _ in range(8))]
+            users[i] = [*users[i], *(rng.randrange(10**6) for _ in range(150))]
             fleet.serve(users[i])
             alone.serve(users[i])
-    assert fleet.load_ratio() < 1.2
+    assert fleet.load_ratio() < 1.35  # a fifth and 2,048 tokens ahead cost nothing yet
     assert fleet.hit_rate() > 0.97 * alone.hit_rate()
 
 
