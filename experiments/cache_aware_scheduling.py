@@ -167,7 +167,7 @@ def plot(path: Path) -> Path:
     axis.axhline(0.96, color="k", linewidth=0.7, linestyle="--")
     axis.set(ylabel="share of the optimum", ylim=(0, 1.05))
     axis.set_xticks(np.arange(len(workloads)) + 0.4, workloads, rotation=30, ha="right")
-    axis.legend(ncols=4, fontsize=8)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(ORDERS), fontsize=8)
     figure.savefig(path.with_suffix(".png"))
     return path.with_suffix(".png")
 

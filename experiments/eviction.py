@@ -126,9 +126,12 @@ def plot(path: Path) -> Path:
     for axis, trace in zip(axes.flat, traces, strict=False):
         of_trace = [row for row in rows if row["trace"] == trace]
         for name in ("bound", "queue_aware", *HISTORY):
-            style = {"bound": "k--", "lru": "C0-"}.get(name, "-")
+            style = {"bound": "k--", "queue_aware": "k-"}.get(name, "-")
             axis.plot([r["num_blocks"] for r in of_trace], [r[name] for r in of_trace], style, marker=".", label=name)
         axis.set(title=trace, xscale="log", xlabel="blocks", ylabel="hit rate")
+        axis.xaxis.set_minor_formatter(plt.NullFormatter())
+        sizes = [row["num_blocks"] for row in of_trace]
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7)
     for axis in list(axes.flat)[len(traces) :]:
         axis.axis("off")
     axes.flat[0].legend(fontsize=7)
