@@ -22,7 +22,7 @@ from tests.kernels.problems import relative_error
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
-FOREST_COUNT, A_TEST, MANY = 30, 10, 300
+FOREST_COUNT, A_TEST, MANY = 20, 10, 300
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 FEATURES = {
     "block_size": [1, 3, 16, 64],

@@ -30,6 +30,20 @@ class Cuts:
     """[num_runs, num_seqs] int32: the first item ends with this k."""
     joined: np.ndarray
     """[num_runs, num_seqs] bool: the sequence's first item is that of the sequence before it."""
+    weight: np.ndarray
+    """[num_seqs] query rows of the sequence."""
+
+    def like(self, other: Cuts) -> np.ndarray:
+        """[num_runs] bool: runs that rest on the same as the other's of that number, so the decision is the same."""
+        result = np.zeros(len(self.reads), dtype=bool)
+        if not np.array_equal(self.weight, other.weight):
+            return result
+        n = min(len(self.reads), len(other.reads))
+        alike = (self.same[:n] == other.same[:n]).all((1, 2))
+        for mine, theirs in ((self.reads, other.reads), (self.first, other.first), (self.last, other.last)):
+            alike &= (mine[:n] == theirs[:n]).all(1)
+        result[:n] = alike
+        return result
 
     def by_cell(self) -> Cuts:
         """The finest cuts: every cell an item of its own, shared as before."""
@@ -55,7 +69,13 @@ def lengths_of(starts: np.ndarray, size: int) -> np.ndarray:
 
 
 def choose_cuts(
-    same: np.ndarray, first: np.ndarray, last: np.ndarray, weight: np.ndarray, run_cells: int, partial_cost: float
+    same: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
+    weight: np.ndarray,
+    run_cells: int,
+    partial_cost: float,
+    before: Cuts | None = None,
 ) -> Cuts:
     """Cuts every run of every sequence.
 
@@ -64,6 +84,7 @@ def choose_cuts(
         first, last: [num_seqs] cells that the sequence reads.
         weight: [num_seqs] query rows (tokens) of the sequence.
         partial_cost: what one partial result of one query token costs, in cells of KV.
+        before: of an earlier plan of the same costs; runs in which nothing has changed keep its decisions.
 
     O(num_runs * run_cells * num_seqs) bytes looked at, arithmetic only where sharing changes within a run.
     """
@@ -83,17 +104,25 @@ def choose_cuts(
     joined = same[:, 0].copy()
     cut = k_last
     mixed = np.flatnonzero((same[:, 1:] != same[:, :-1]).any((1, 2)))
+    cuts = Cuts(same, reads, k_first, k_last, cut, joined, weight)
+    if not len(mixed):
+        return cuts
+    cut = k_last.copy()
+    if before is not None:
+        alike = cuts.like(before)[mixed]
+        if alike.any():
+            kept, mixed = mixed[alike], mixed[~alike]
+            cut[kept], joined[kept] = before.cut[kept], before.joined[kept]
     if len(mixed):
-        cut = k_last.copy()
         chain = _chain(same[mixed], k_first[mixed], k_last[mixed], reads[mixed])
         cut[mixed] = part = _cut_mixed(
             same[mixed], chain, k_first[mixed], k_last[mixed], reads[mixed], weight, partial_cost
         )
         joined[mixed] = pick(chain, part)
-        joined[:, 1:] &= cut[:, 1:] == cut[:, :-1]
-        joined &= reads
-        joined[:, 1:] &= reads[:, :-1]
-    return Cuts(same, reads, k_first, k_last, cut, joined)
+    joined[:, 1:] &= cut[:, 1:] == cut[:, :-1]
+    joined &= reads
+    joined[:, 1:] &= reads[:, :-1]
+    return replace(cuts, cut=cut)
 
 
 def _chain(same: np.ndarray, k_first: np.ndarray, k_last: np.ndarray, reads: np.ndarray) -> np.ndarray:

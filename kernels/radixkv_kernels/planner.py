@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .plan import PlanConfig, TreePlan, assemble, check_lengths, host_array
 from .plan_cells import Extents, cell_columns, sort_sequences
+from .plan_cuts import Cuts
 from .validate import expect
 
 
@@ -42,6 +43,7 @@ class TreePlanner:
         self._unused: list[int] = []
         self._num_shared = 0
         self._last: TreePlan | None = None
+        self._cuts: Cuts | None = None
         self._last_sequences: list[Hashable] = []
         self._last_rows = np.zeros(0, dtype=np.int64)
 
@@ -139,7 +141,10 @@ class TreePlanner:
         numbers, can = self._numbers[:, :num_cells].take(some[order], axis=0), shareable.take(order, axis=0)
         same = np.zeros(shareable.shape, dtype=bool)
         same[1:] = (numbers[1:] == numbers[:-1]) & can[1:] & can[:-1]
-        self._last = assemble(self.config, active[order], same, extents, lens, cu, lambda: self._table[rows])
+        self._last = assemble(
+            self.config, active[order], same, extents, lens, cu, lambda: self._table[rows], self._cuts
+        )
+        self._cuts = self._last.cuts
         return self._last
 
     def _number_cells(self, row: int) -> None:
