@@ -13,27 +13,16 @@ policy that knows history alone gains little and must not lose; the queue closes
 
 import json
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from experiments.block_replay import HISTORY, NAMES, replay
 from experiments.harness import Row, fail, parser, print_table, progress, pyplot
 from experiments.lab import Cell, Data, conduct
 from experiments.trace_sets import EMBEDDED, available, is_conversation, requests_of
-from radixkv.block_allocator import OutOfBlocks
 from radixkv.bounds import BlockPaths
-from radixkv.cache.base import PrefixCache
-from radixkv.cache.eviction import POLICIES, Cost, make_policy
-from radixkv.cache.flat_hash import FlatHashCache
-from radixkv.cache.radix import RadixCache
-from radixkv.cache.watch import Watch
-from radixkv.kv_manager import KVManager
-from radixkv.tokens import pack
-
-HISTORY = tuple(POLICIES)
-NAMES = (*HISTORY, "flat_hash", "queue_aware", "flat_hash queue_aware")
 
 
 @dataclass(frozen=True)
@@ -70,71 +59,6 @@ def pools(name: str, paths: BlockPaths, config: Config) -> list[int]:
     if name == "mooncake":
         return list(config.mooncake_blocks)
     return sorted({paths.pool_blocks(share) for share in config.shares})
-
-
-def make_cache(name: str, block_size: int) -> PrefixCache:
-    """Returns a cache of blocks of one token: each stands for a block of the trace."""
-    if name.startswith("flat_hash"):
-        return FlatHashCache(1, hash_algorithm="sha256")
-    if name == "cost":  # its positions are blocks here
-        return RadixCache(1, policy=Cost(max(30_000 // block_size, 1)))
-    return RadixCache(1, policy=make_policy("lru" if name == "queue_aware" else name))
-
-
-class Queue:
-    """The requests that wait: the next so many, but of a session only the first of them."""
-
-    def __init__(self, cache: PrefixCache, keys: Sequence[bytes], sessions: Sequence[str | None], length: int) -> None:
-        self._cache, self._keys, self._sessions = cache, keys, sessions
-        self._watches: dict[int, Watch] = {}
-        self._behind: dict[str | None, deque[int]] = {}
-        for number in range(min(length, len(keys))):
-            self._enter(number)
-        self._next = length
-
-    def _enter(self, number: int) -> None:
-        line = self._behind.setdefault(self._sessions[number], deque())
-        line.append(number)
-        if len(line) == 1:
-            self._watch(number)
-
-    def _watch(self, number: int) -> None:
-        self._watches[number] = self._cache.watch(self._keys[number], rank=(0, -number))
-
-    def start(self, number: int) -> None:
-        """A request leaves the queue; another comes in, and the next of its session."""
-        self._cache.unwatch(self._watches.pop(number))
-        line = self._behind[self._sessions[number]]
-        line.popleft()
-        if line:
-            self._watch(line[0])
-        if self._next < len(self._keys):
-            self._enter(self._next)
-            self._next += 1
-
-
-def replay(name: str, paths: BlockPaths, sessions: Sequence[str | None], num_blocks: int, num_waiting: int) -> int:
-    """Returns the tokens hit."""
-    cache = make_cache(name, paths.block_size)
-    manager = KVManager(cache, num_blocks)
-    # What may be matched, and one token that is computed in any case.
-    prompts = [pack([*path[:most], 0]) for path, most in zip(paths.paths, paths.num_matchable, strict=True)]
-    queue = Queue(cache, prompts, sessions, num_waiting) if name.endswith("queue_aware") else None
-    hits = 0
-    for number, path in enumerate(paths.paths):
-        if queue is not None:
-            queue.start(number)
-        sequence = manager.begin(prompts[number])
-        try:
-            manager.grow(sequence, paths.num_blocks[number])
-        except OutOfBlocks:
-            manager.cancel(sequence)
-            continue
-        hits += sequence.num_cached_tokens * paths.block_size
-        manager.publish(sequence, pack(path))
-        manager.commit()
-        manager.end(sequence)
-    return hits
 
 
 def cells(config: Config) -> Iterator[Cell]:

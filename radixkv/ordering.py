@@ -21,6 +21,8 @@ class Order(Protocol):
 
     uses_matches: bool  # whether sequences must come with a watch
 
+    def __len__(self) -> int: ...
+
     def add(self, sequence: Sequence) -> None: ...
 
     def remove(self, sequence: Sequence, *, is_started: bool) -> None:
@@ -58,6 +60,9 @@ class Sorted:
     def start(self) -> int:
         """Returns the place at which a pass begins; from the end it goes on at the front."""
         return 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)
@@ -151,6 +156,9 @@ class LongestPrefix:
     def _entry(sequence: Sequence) -> tuple[int, tuple[int, int], int, Sequence]:
         assert sequence.watch is not None
         return (-sequence.watch.num_tokens, sequence.arrival, sequence.sequence_id, sequence)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)

@@ -79,7 +79,10 @@ class WaitingQueue:
         """Takes a sequence out that starts, or that ends without."""
         del self._numbers[sequence]
         self._num_left += 1
-        self._order(sequence).remove(sequence, is_started=is_started)
+        order = self._order(sequence)
+        order.remove(sequence, is_started=is_started)
+        if not len(order) and len(self._orders) > 1:  # priorities may be as many as requests
+            del self._orders[-sequence.request.priority]
         self._skipped.discard(sequence)
         if sequence.watch is not None:
             self._cache.unwatch(sequence.watch)

@@ -127,6 +127,18 @@ def test_higher_priorities_first_and_the_order_within_each():
     assert names == ["d", "b", "c", "a", "e"]
 
 
+def test_as_many_priorities_as_requests_leave_nothing_behind():
+    queue = WaitingQueue(RadixCache(1), "longest_prefix", 10**6)
+    made = [sequence([i], priority=i) for i in range(300)]
+    for one in made:
+        queue.add(one)
+    for one in reversed(made):
+        queue.begin_pass()
+        assert queue.next() is one
+        queue.remove(one, is_started=True)
+    assert len(queue) == 0 and len(queue._orders) == 1
+
+
 ROWS = [("a", [2, 1], 0), ("b", [1, 1], 3), ("c", [1, 2], 3), ("d", [0, 9], 3), ("e", [3], -1)]
 
 
