@@ -76,7 +76,9 @@ class BlockAllocator:
         freed = np.asarray(block_ids, np.int32)
         if not freed.size:
             return
-        self.check_used(freed)
+        is_one = freed.size == 1 and 0 <= freed[0] < self._next_id  # the usual case, of an eviction for one more block
+        if not is_one or self._is_free[freed[0]]:
+            self._check_used(freed)
         self._is_free[freed] = True
         num_freed = self._num_freed + len(freed)
         if num_freed > len(self._freed):
@@ -84,11 +86,7 @@ class BlockAllocator:
         self._freed[self._num_freed : num_freed] = freed[::-1]
         self._num_freed = num_freed
 
-    def check_used(self, block_ids: Blocks) -> None:
-        """Raises ValueError, as `free` does, unless these are handed out and come once each."""
-        freed = block_ids
-        if freed.size == 1 and 0 <= freed[0] < self._next_id and not self._is_free[freed[0]]:
-            return  # the usual case, of an eviction for one more block
+    def _check_used(self, freed: Blocks) -> None:
         if freed.min() < 0 or freed.max() >= self._next_id:
             bad = freed[(freed < 0) | (freed >= self._next_id)][0]
             raise ValueError(f"block_ids: expected ids of blocks handed out (below {self._next_id}), got {bad}")
