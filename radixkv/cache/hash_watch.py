@@ -88,7 +88,8 @@ class HashWatches:
             if block_hash not in self._held:
                 self._missing.setdefault(block_hash, {})[watch] = None
                 break
-            self._matching.setdefault(block_hash, {})[watch] = chain.num_held
+            # A hash that collides may stand in a chain more than once: its first place is what counts.
+            self._matching.setdefault(block_hash, {}).setdefault(watch, chain.num_held)
             chain.num_held += 1
         watch.move(chain.num_held * self._block_size)
 
@@ -96,7 +97,9 @@ class HashWatches:
         chain: _Chain = watch.cursor
         let_go = []
         for block_hash in chain.hashes[num_held : chain.num_held]:
-            others = self._matching[block_hash]
+            others = self._matching.get(block_hash, {})
+            if others.get(watch, -1) < num_held:
+                continue  # let go already, or matched by an earlier block too
             del others[watch]
             if not others:
                 del self._matching[block_hash]
@@ -120,9 +123,8 @@ class HashWatches:
         for watch in watches:
             chain: _Chain = watch.cursor
             missing = chain.next()
-            is_held = all(
-                self._matching.get(h, {}).get(watch) == i for i, h in enumerate(chain.hashes[: chain.num_held])
-            )
+            held = chain.hashes[: chain.num_held]
+            is_held = all(self._matching.get(h, {}).get(watch) == held.index(h) for h in held)
             if not is_held or not all(h in self._held for h in chain.hashes[: chain.num_held]):
                 raise CacheCorruption(f"violated: a watch matches what is held, got {watch}")
             if missing is not None and (missing in self._held or watch not in self._missing.get(missing, ())):

@@ -187,3 +187,27 @@ def test_what_is_watched_keeps_its_namespace():
     put(cache, [1, 2, 3], 10, Salt("waits"))
     assert watch.num_tokens == 3
     cache.check()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_watches_follow_hashes_that_collide(bits):
+    rng = random.Random(bits)
+    cache = FlatHashCache(1, digest_bits=bits, verify=True)
+    watches, block = [], 0
+    for _ in range(400):
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 8))]
+        match rng.randrange(4):
+            case 0:
+                watches.append(cache.watch(tokens, rank=(0, rng.randrange(3))))
+            case 1 if watches:
+                cache.unwatch(watches.pop(rng.randrange(len(watches))))
+            case 2:
+                cache.evict(rng.randrange(4))
+            case _:
+                put(cache, tokens, block)
+                block += 8
+        cache.check()
+        assert all(watch.num_tokens >= 0 for watch in watches)
+    while watches:
+        cache.unwatch(watches.pop())
+    cache.check()
