@@ -41,6 +41,6 @@ def plot(rows: Sequence[Row], measured: Sequence[Row], path: Path) -> None:
         x = np.arange(len(groups)) + (at - len(variants) / 2 + 0.5) * width
         axes.bar(x, heights, width, label=variant)
     axes.set(ylabel="throughput over no cache", xticks=range(len(groups)), xticklabels=list(groups))
-    axes.legend(fontsize=8, ncols=2)
+    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.savefig(path)
     plt.close(figure)

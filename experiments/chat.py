@@ -25,6 +25,7 @@ from experiments.lab import Cell, Data, conduct
 from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize
 from radixkv.engine import Engine
 from radixkv.replay import CACHES
+from radixkv.tree_plans import MODES
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Config:
     seed: int = 7
     caches: tuple[str, ...] = CACHES
     deterministic: bool = True
+    tree_attention: str = "auto"
 
 
 def arrivals(config: Config, workload: str, rate_per_s: float, vocab_size: int) -> list[Arrival]:
@@ -78,6 +80,7 @@ def measure(config: Config, workload: str, rate: float) -> list[Row]:
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             deterministic=config.deterministic,
+            tree_attention=config.tree_attention,
         )
         vocab_size = engine.runner.config.vocab_size
         serve(engine, [Arrival(0.0, tuple(range(40)), 4)] * 2)  # first calls of everything
@@ -147,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--rates", nargs="+", type=float, default=list(Config.rates_per_s), metavar="N", help="arrivals a second; inf")
     add("--model", default=Config.model, help="a preset, a Hugging Face folder or a .gguf file")
     add("--cache", nargs="+", choices=CACHES, default=list(CACHES))
+    add("--tree-attention", choices=MODES, default=Config.tree_attention, help="read shared KV once (auto)")
     add("--seed", type=int, default=Config.seed)
     given = options.parse_args(arguments)
     config = Config(
@@ -155,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_requests=6 if given.smoke else Config.num_requests,
         caches=tuple(given.cache),
         seed=given.seed,
+        tree_attention=given.tree_attention,
     )
     conduct("chat", given.out, config, cells(config), sys.modules[__name__])
 

@@ -55,14 +55,15 @@ def plot(rows: Sequence[Row], trace_rows: Sequence[Row], path: Path) -> None:
                 points = ([row["shared_tokens"] for row in some], [row["again_per_request"] for row in some])
                 axes.plot(*points, style, marker=".", markersize=2, linewidth=0.8, label=label)
     axes.set(xlabel="tokens shared", ylabel="tokens computed again, of each request", xlim=(0, None))
-    axes.legend(fontsize=8)
+    axes.set_ylim(-10, 760)  # room for the legend
+    axes.legend(fontsize=8, ncols=2, loc="upper left")
     for axes, trace in zip(all_axes[0, 1:], names, strict=True):
         for offset, name in enumerate(NAMES):
             some = [row for row in trace_rows if row["trace"] == trace and row["cache"] == name]
             x = np.arange(len(some)) + (offset - 1) * 0.27
             axes.bar(x, [row["over_least"] for row in some], 0.27, label=name)
         axes.set(title=trace, xlabel="block size", xticks=range(len(sizes)), xticklabels=sizes)
-        axes.set_ylabel("prompt tokens computed / least")
+        axes.set(ylabel="prompt tokens computed / least", yscale="log")
         axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path)

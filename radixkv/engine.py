@@ -93,6 +93,7 @@ class Engine:
         max_overtakes: int = 256,
         queue_aware: bool = False,
         policy: str = "lru",
+        tree_attention: str = "auto",
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Engine:
@@ -106,6 +107,7 @@ class Engine:
             order, max_overtakes, queue_aware: as of `SchedulerConfig`.
             device: None: a GPU where there is one.
             deterministic: every logit the same bits whatever is cached, batched or chunked; None: on a CPU.
+            tree_attention: on, off or auto: whether KV that sequences share is read once a step; the same tokens.
             seed: of a preset's weights.
 
         Raises:
@@ -125,6 +127,7 @@ class Engine:
             block_size=cache.block_size,
             device=device,
             deterministic=device.type == "cpu" if deterministic is None else deterministic,
+            tree_attention=tree_attention,
         )
         limits = SchedulerConfig(max_num_batched_tokens, max_num_seqs, order, max_overtakes, queue_aware)
         scheduler = Scheduler(KVManager(cache, num_blocks), limits)

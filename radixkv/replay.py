@@ -40,6 +40,7 @@ class CacheConfig:
         num_blocks: blocks in the pool; None without bound.
         policy: radix alone: an eviction policy's name.
         hash_algorithm: flat_hash alone.
+        tenant_cap: blocks that are held at most of each tenant (a `Salt`) while nobody uses them; None: no cap.
     """
 
     cache: str = "radix"
@@ -48,6 +49,7 @@ class CacheConfig:
     num_blocks: int | None = None
     policy: str = "lru"
     hash_algorithm: str = "sha256"
+    tenant_cap: int | None = None
 
     def make(self) -> PrefixCache:
         """Returns the cache.
@@ -56,11 +58,21 @@ class CacheConfig:
             ValueError: a name is not known, or a number out of range.
         """
         if self.cache == "radix":
-            return RadixCache(self.block_size, partial_blocks=self.partial_blocks, policy=self.policy)
+            return RadixCache(
+                self.block_size,
+                partial_blocks=self.partial_blocks,
+                policy=self.policy,
+                tenant_caps=self.tenant_cap,
+            )
         if self.policy not in POLICIES:
             raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {self.policy!r}")
         if self.cache == "flat_hash":
-            return FlatHashCache(self.block_size, hash_algorithm=self.hash_algorithm, accept_collisions=True)
+            return FlatHashCache(
+                self.block_size,
+                hash_algorithm=self.hash_algorithm,
+                accept_collisions=True,
+                tenant_caps=self.tenant_cap,
+            )
         if self.cache == "null":
             return NullCache(self.block_size)
         raise ValueError(f"cache: expected one of {', '.join(CACHES)}, got {self.cache!r}")

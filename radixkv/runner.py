@@ -2,7 +2,7 @@
 
 A step, in this order: the copies of partly matching blocks, then the forward pass, in which each layer writes all of
 the batch's KV before any row reads. Plain numbers come in; logits go out. Nothing is global, and nothing but the KV
-tensors outlives a call.
+tensors outlives a call; what `tree_plans` remembers of block tables only saves time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from radixkv.kv_manager import BlockCopy
 from radixkv.model.config import ModelConfig
 from radixkv.model.transformer import Decoder, ForwardInput
 from radixkv.model.weights import Model
+from radixkv.tree_plans import TreePlans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,12 +34,15 @@ class Runner:
         dtype: of weights, activations and KV; None: the weights' own. float16 on a GPU only: no CPU is fast at it.
         device: None: the weights' own.
         deterministic: a row's bits are the same in every batch, whatever was cached; costs some time (see `layers`).
+        tree_attention: "on": KV that sequences of a batch share is read once; "off": by each; "auto": once where that
+            saves enough to pay. Attention gives the same bits either way.
 
     Attributes:
         k_cache, v_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim]; anything at first.
+        tree_plans: what was found to be shared.
 
     Raises:
-        ValueError: a size below 1, or a dtype that does not work here.
+        ValueError: a size below 1, a dtype that does not work here, or another `tree_attention`.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Runner:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         deterministic: bool,
+        tree_attention: str = "auto",
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
@@ -63,6 +68,9 @@ class Runner:
         self.config = config
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.tree_plans = TreePlans(
+            config, block_size=block_size, dtype=self.dtype, device=self.device, mode=tree_attention
+        )
         self._decoder = Decoder(Model(config, weights.to(self.dtype, self.device)), deterministic=deterministic)
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.k_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -140,6 +148,7 @@ class Runner:
         blocks = table[np.repeat(np.arange(len(sequences)), counts), positions // self.block_size]
         slots = blocks.astype(np.int64) * self.block_size + positions % self.block_size
         slots[positions < np.repeat(write_starts, counts)] = -1
+        cu_seqlens_q = np.concatenate([[0], row_ends])
         wanted = row_ends[np.array([s.needs_logits for s in sequences], dtype=bool)] - 1
         return ForwardInput(
             token_ids=self._tensor(token_ids),
@@ -147,8 +156,9 @@ class Runner:
             slot_mapping=self._tensor(slots),
             block_table=self._tensor(table),
             seq_lens=self._tensor(ends.astype(np.int32)),
-            cu_seqlens_q=self._tensor(np.concatenate([[0], row_ends]).astype(np.int32)),
+            cu_seqlens_q=self._tensor(cu_seqlens_q.astype(np.int32)),
             logit_rows=self._tensor(wanted),
+            plans=self.tree_plans.of(sequences, ends, cu_seqlens_q),
         )
 
     def _check(

@@ -7,7 +7,7 @@ sooner or later, and no two preempt each other in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from sortedcontainers import SortedKeyList
 
@@ -77,6 +77,32 @@ class RunningSequences:
                 )
             )
         return budget, prefills
+
+    def num_quiet_steps(self) -> int:
+        """Returns how many of the next steps would feed a token to each that runs, and neither publish nor need blocks.
+
+        O(running), and as much as until the first that would.
+        """
+        stride, block_size = self._stride, self.block_size
+        fewest = stride
+        for sequence in self.by_arrival:
+            end = sequence.num_tokens
+            assert sequence.blocks is not None
+            room = len(sequence.blocks.block_table) * block_size + 1 - end
+            fewest = min(fewest, -end % stride, room)
+            if fewest <= 0 or end - sequence.num_computed != 1:
+                return 0
+        return fewest if self.by_arrival else 0
+
+    def pass_quiet_steps(self, num_steps: int, token_ids: Iterable[Iterable[int]]) -> None:
+        """Does what so many quiet steps would, each followed by the next of these tokens for each sequence."""
+        self.step += num_steps
+        for sequence, tokens in zip(self.by_arrival, token_ids, strict=True):
+            end = sequence.num_tokens
+            sequence.token_ids[end : end + num_steps] = tokens
+            sequence.num_tokens = end + num_steps
+            sequence.num_computed = sequence.target = end + num_steps - 1
+            sequence.step = self.step
 
     def schedule_next_chunk(self, sequence: Sequence, budget: int) -> int:
         """Matches what others have published since the last chunk, and schedules the next one, as `schedule_chunk`."""

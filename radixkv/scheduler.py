@@ -228,6 +228,25 @@ class Scheduler:
             self._admit(budget, [s for s in prefills if s.blocks is not None])
         return ScheduledBatch(running.items, self.manager.copies)
 
+    def num_quiet_steps(self) -> int:
+        """Returns how many of the next steps would do nothing but compute and sample a token of each that runs.
+
+        Called between steps, by who knows beforehand what is sampled; `pass_quiet_steps` then does them at once.
+        """
+        if self.waiting or len(self.running) > self.config.max_num_batched_tokens:
+            return 0
+        num_steps = self._running.num_quiet_steps()
+        return min(num_steps, self._kept[0][0] - self._running.step - 1) if self._kept else num_steps
+
+    def pass_quiet_steps(self, num_steps: int, token_ids: Iterable[Iterable[int]]) -> None:
+        """Does what `schedule`, `commit` and `append_token` would in so many steps.
+
+        Args:
+            num_steps: at most `num_quiet_steps`.
+            token_ids: [running] of [num_steps], by arrival.
+        """
+        self._running.pass_quiet_steps(num_steps, token_ids)
+
     def schedule_alone(self, sequence: Sequence) -> ScheduledBatch:
         """After `withdraw`: schedules one sequence of the step that failed by itself; empty if it has to wait."""
         running = self._running

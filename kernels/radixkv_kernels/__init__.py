@@ -3,9 +3,10 @@
 from .api import copy_blocks, merge_states, paged_attention, store_kv, tree_attention
 from .errors import UnsupportedImplementation
 from .plan import PlanConfig, TreePlan
-from .plan_buffers import PlanBuffers, PlanTensors
 from .plan_stats import PlanStats
+from .plan_tensors import PlanBuffers, PlanTensors
 from .planner import TreePlanner
+from .selection import plan_tile
 
 __all__ = [
     "PlanBuffers",
@@ -18,6 +19,7 @@ __all__ = [
     "copy_blocks",
     "merge_states",
     "paged_attention",
+    "plan_tile",
     "store_kv",
     "tree_attention",
 ]

@@ -56,7 +56,7 @@ def shipped_archs() -> list[str]:
 def compile_shipped(arch: str, *, quick: bool = False) -> Iterator[Row]:
     """Rows of one architecture, each as soon as it is compiled (about a second a row, cached by triton).
 
-    quick: only 128-wide heads in bfloat16, one variant an entry, and the small kernels.
+    quick: only 128-wide heads in bfloat16, two variants an entry (a plan's, and odd sizes), and the small kernels.
     """
     from .triton_impl.config import tables
     from .triton_impl.feasible import compile_variant, problems
@@ -70,7 +70,7 @@ def compile_shipped(arch: str, *, quick: bool = False) -> Iterator[Row]:
         features = ("fp8 " if key.fp8 else "") + ("softcap " if key.softcap else "")
         tile = f"{config.block_m}x{config.block_n}x{config.block_v}"
         variants = list(attention_variants(key, config))
-        for variant in variants[-1:] if quick else variants:
+        for variant in variants[-2:] if quick else variants:
             work.append((f"attention d{key.head_block} {key.dtype} {features}{variant.name}", tile, variant))
     for head_dim in (128,) if quick else (64, 128, 256):
         for variant in (*reduce_variants(head_dim, "bf16"), *cache_variants(head_dim, "bf16")):

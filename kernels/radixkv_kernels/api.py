@@ -16,6 +16,7 @@ from . import validate as checks
 from .errors import UnsupportedImplementation
 from .interface import AttentionSpec, AttentionTensors
 from .plan import TreePlan
+from .plan_tensors import PlanTensors, check_plan
 from .selection import select_implementation
 
 
@@ -40,7 +41,8 @@ def paged_attention(
     v_scale: float | Tensor | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
-    plan: TreePlan | None = None,
+    plan: TreePlan | PlanTensors | None = None,
+    workspace: Tensor | None = None,
     implementation: str = "auto",
     validate: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -64,8 +66,10 @@ def paged_attention(
         k_scale, v_scale: a number, or [num_kv_heads] float32: what to multiply cached keys and values by.
         out: [num_tokens, num_q_heads, v_head_dim] q's dtype, any strides; None: allocated.
         return_lse: also return the natural-log sum of exp of each row's scores, sink included.
-        plan: who reads what, made from the same block tables, lengths and options: KV that sequences share is read
-            once. The results have the same bits as without.
+        plan: who reads what, made from the same block tables, lengths and options, with `plan_tile`'s cell_size and
+            tile_rows: KV that sequences share is read once. The results have the same bits as without.
+        workspace: [>= plan.workspace_size(v_head_dim)] float32, contiguous: scratch for a call with a plan; None:
+            allocated.
         implementation: "auto" (by device), "reference", "torch" or "triton".
         validate: check lengths and ids too; None: where they are on the CPU. On a GPU True synchronises.
 
@@ -76,7 +80,7 @@ def paged_attention(
         ValueError: names the argument, what was expected and what was given.
         UnsupportedImplementation: the implementation asked for can't do it.
 
-    Mutates only `out`. Cost: O(rows * visible keys * num_q_heads * head_dim); reads each sequence's KV once.
+    Mutates `out` and `workspace`. Cost: O(rows * visible keys * num_q_heads * head_dim); reads each sequence's KV once.
     """
     device = q.device
     checks.check_tensor("q", q, (None, None, None), checks.FLOAT_DTYPES, device)
@@ -144,34 +148,25 @@ def paged_attention(
     if plan is None:
         chosen.paged_attention(spec, tensors, out, lse)
     else:
-        _check_plan(plan, spec, tensors, look)
-        if not hasattr(chosen, "tree_attention"):
-            raise UnsupportedImplementation(f"implementation {implementation!r}: takes no plan")
-        chosen.tree_attention(spec, tensors, plan, out, lse)
+        check_plan(plan, spec, tensors, look)
+        if workspace is not None:
+            checks.check_tensor("workspace", workspace, (None,), (torch.float32,), device)
+            checks.expect(workspace.is_contiguous(), "workspace", "a contiguous tensor", workspace.stride())
+        chosen.tree_attention(spec, tensors, plan, workspace, out, lse)
     return out if lse is None else (out, lse)
 
 
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, plan: TreePlan, **arguments: Any
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, plan: TreePlan | PlanTensors, **arguments: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`paged_attention` that reads KV which several sequences share once a step; the same arguments, the same bits.
 
-    plan: from `TreePlan.from_block_table` or a `TreePlanner`; made once a step, it serves every layer. Raises as
-    `paged_attention`, and ValueError where the plan was made for other shapes, options or lengths.
+    plan: from `TreePlan.from_block_table` or a `TreePlanner`; made once a step, it serves every layer. `PlanTensors`,
+    for calls whose launches a CUDA graph repeats: neither their lengths nor their number of sequences are looked at.
+    Raises as `paged_attention`, and ValueError where the plan was made for other shapes, options or lengths.
     Cost: O(rows * visible keys * num_q_heads * head_dim); reads plan.stats.num_kv_tokens_read tokens of KV.
     """
     return paged_attention(q, k_cache, v_cache, plan=plan, **arguments)
-
-
-def _check_plan(plan: TreePlan, spec: AttentionSpec, tensors: AttentionTensors, look: bool) -> None:
-    """The plan was made for this call. Its block tables are taken on trust."""
-    config = plan.config
-    for name in ("block_size", "num_q_heads", "num_kv_heads", "causal", "window"):
-        want, have = getattr(spec, name), getattr(config, name)
-        checks.expect(have == want, "plan", f"one made with {name} {want}", have)
-    checks.expect(plan.num_seqs == tensors.num_seqs, "plan", f"one of {tensors.num_seqs} sequences", plan.num_seqs)
-    if look:
-        plan.check_fits(tensors.seq_lens.cpu().numpy(), tensors.cu_seqlens_q.cpu().numpy())
 
 
 def store_kv(

@@ -1,6 +1,6 @@
 """What `api.py` hands to an implementation, and what every implementation must do with it.
 
-An implementation is a module (`reference`, `torch_impl`, `triton_impl`) with six functions:
+An implementation is a module (`reference`, `torch_impl`, `triton_impl`) with seven functions:
 
     unsupported(spec, tensors) -> str | None
         Why this implementation can't run the call, or None where it can. Looks at values of `spec`, and at dtypes,
@@ -8,9 +8,13 @@ An implementation is a module (`reference`, `torch_impl`, `triton_impl`) with si
     paged_attention(spec, tensors, out, lse) -> None
         Writes `out` [num_tokens, num_q_heads, v_head_dim] (q's dtype, any strides) and, unless it is None, `lse`
         [num_tokens, num_q_heads] float32 (any strides).
-    tree_attention(spec, tensors, plan, out, lse) -> None
-        `paged_attention` with a `plan.TreePlan` made for this call (its work list: `plan_items.WorkList`). The same
-        bits; only who reads KV differs. ValueError where the plan's cells are not this implementation's.
+    tree_attention(spec, tensors, plan, workspace, out, lse) -> None
+        `paged_attention` with a plan made for this call: a `plan.TreePlan` (its work list: `plan_items.WorkList`), or
+        the same as `plan_tensors.PlanTensors`. The same bits; only who reads KV differs. ValueError where the plan's
+        cells or tiles are not this implementation's. `workspace`: None, or float32 scratch [>= plan.workspace_size]
+        for an implementation that would else allocate.
+    plan_tile(dtype, kv_dtype, head_dim, v_head_dim, softcap, device) -> (cell_size, tile_rows)
+        How a plan has to be made for such calls; tile_rows is an upper bound.
     store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None
         k [num_tokens, num_kv_heads, head_dim], v [.., v_head_dim]; slot_mapping [num_tokens] int64, block * block_size
         + offset, negative: skip the token. Scales as in AttentionTensors: the cache holds value / scale (divided in
@@ -50,10 +54,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from .plan import TreePlan
+    from .plan_tensors import PlanTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class AttentionTensors:
 
 
 class Implementation(Protocol):
-    """The six functions that the module's docstring describes."""
+    """The seven functions that the module's docstring describes."""
 
     def unsupported(self, spec: AttentionSpec, tensors: AttentionTensors) -> str | None: ...
 
@@ -124,8 +130,24 @@ class Implementation(Protocol):
     ) -> None: ...
 
     def tree_attention(
-        self, spec: AttentionSpec, tensors: AttentionTensors, plan: TreePlan, out: Tensor, lse: Tensor | None
+        self,
+        spec: AttentionSpec,
+        tensors: AttentionTensors,
+        plan: TreePlan | PlanTensors,
+        workspace: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
     ) -> None: ...
+
+    def plan_tile(
+        self,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        head_dim: int,
+        v_head_dim: int,
+        softcap: bool,
+        device: torch.device,
+    ) -> tuple[int, int]: ...
 
     def store_kv(
         self,

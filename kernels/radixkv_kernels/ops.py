@@ -6,10 +6,14 @@ are tensors here; arguments otherwise as in `api.py`, which runs and validates t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import api
+from .plan import PlanConfig
+from .plan_tensors import PlanTensors
 
 _library = torch.library.Library("radixkv", "DEF")
 _library.define(
@@ -17,6 +21,13 @@ _library.define(
     "Tensor cu_seqlens_q, *, float? scale=None, bool causal=True, int? window=None, float? softcap=None, "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, Tensor? v_scale=None, "
     "str implementation='auto') -> (Tensor out, Tensor lse)"
+)
+_library.define(
+    "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
+    "Tensor cu_seqlens_q, Tensor num_items, Tensor items, Tensor row_token, Tensor row_seq, Tensor row_base, "
+    "Tensor row_slots, Tensor slot_cells, Tensor(a!) workspace, *, int cell_size, int tile_rows, float? scale=None, "
+    "bool causal=True, int? window=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, str implementation='auto') -> (Tensor out, Tensor lse)"
 )
 _library.define(
     "store_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, "
@@ -69,6 +80,57 @@ def _paged_attention(
     return result
 
 
+def _tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    num_items: Tensor,
+    items: Tensor,
+    row_token: Tensor,
+    row_seq: Tensor,
+    row_base: Tensor,
+    row_slots: Tensor,
+    slot_cells: Tensor,
+    workspace: Tensor,
+    *,
+    cell_size: int,
+    tile_rows: int,
+    causal: bool = True,
+    window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """A plan's `PlanTensors` one by one; cell_size, tile_rows: as the plan was made with."""
+    config = PlanConfig(
+        k_cache.shape[1],
+        q.shape[1],
+        k_cache.shape[2],
+        cell_size,
+        causal,
+        window,
+        tile_rows,
+        kv_itemsize=k_cache.itemsize,
+    )
+    result = api.tree_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        plan=PlanTensors(config, num_items, items, row_token, row_seq, row_base, row_slots, slot_cells),
+        workspace=workspace,
+        causal=causal,
+        window=window,
+        return_lse=True,
+        **options,
+    )
+    assert isinstance(result, tuple)
+    return result
+
+
 def _paged_attention_fake(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Tensor, **__: object
 ) -> tuple[Tensor, Tensor]:
@@ -87,6 +149,7 @@ def _writes_in_place(*_: Tensor, **__: object) -> None:
 
 for _name, _kernel, _fake in (
     ("paged_attention", _paged_attention, _paged_attention_fake),
+    ("tree_attention", _tree_attention, _paged_attention_fake),
     ("store_kv", api.store_kv, _writes_in_place),
     ("copy_blocks", api.copy_blocks, _writes_in_place),
     ("merge_states", api.merge_states, _merge_states_fake),

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .plan_cells import Extents, last_block_keys, same_as_before, sort_sequences
 from .plan_cuts import choose_cuts
 from .plan_items import Rows, WorkList, build_items
 from .plan_stats import PlanStats, measure
+from .plan_tensors import PlanBuffers, PlanTensors
 from .validate import expect
 
 RUN_TOKENS = 2048
@@ -94,6 +96,7 @@ class TreePlan:
     """[num_seqs + 1] int64, as given; seq_lens likewise, [num_seqs]."""
     seq_lens: np.ndarray
     _table: Callable[[], np.ndarray] = field(repr=False, compare=False)
+    _on: dict[torch.device, PlanTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def from_block_table(
@@ -165,6 +168,33 @@ class TreePlan:
     def shares(self) -> bool:
         """Whether any item serves several sequences."""
         return bool(self.work.shared.any())
+
+    @cached_property
+    def saving(self) -> float:
+        """Share of the cells read by rows of one sequence after another that the plan doesn't read again; 0 to 1."""
+        if not self.shares:
+            return 0.0
+        row0, rows, first, last = self.work.items[:, :4].astype(np.int64).T
+        group = self.config.group_size
+        seqs = np.append(0, np.cumsum(np.diff(self.row_seq) != 0))
+        num_seqs = seqs[(row0 + rows - 1) // group] - seqs[row0 // group] + 1
+        cells = last - first
+        return float(1 - cells.sum() / (cells * num_seqs).sum())
+
+    @cached_property
+    def sharers(self) -> np.ndarray:
+        """[num_seqs] bool: some item has rows of this sequence and of another."""
+        result = np.zeros(self.num_seqs, dtype=bool)
+        result[self.order] = self.work.shared
+        return result
+
+    def to(self, device: torch.device | str) -> PlanTensors:
+        """The plan on a device; one copy, at the first call for that device."""
+        device = torch.device(device)
+        if device not in self._on:
+            sizes = self.num_items, len(self.row_token), len(self.work.row_slots)
+            self._on[device] = PlanBuffers(*sizes, device).load(self)
+        return self._on[device]
 
     @cached_property
     def stats(self) -> PlanStats:

@@ -40,6 +40,7 @@ class TreePlanner:
         self._uses: list[int] = []
         self._content: list[bytes] = []
         self._unused: list[int] = []
+        self._num_shared = 0
         self._last: TreePlan | None = None
         self._last_sequences: list[Hashable] = []
         self._last_rows = np.zeros(0, dtype=np.int64)
@@ -49,6 +50,11 @@ class TreePlanner:
 
     def __contains__(self, sequence: Hashable) -> bool:
         return sequence in self._row_of
+
+    @property
+    def may_share(self) -> bool:
+        """Whether any two sequences hold a cell of the same blocks; if not, no plan shares anything. O(1)."""
+        return self._num_shared > 0
 
     def add(self, sequence: Hashable, blocks: Sequence[int] | np.ndarray) -> None:
         """A sequence and its block ids; ValueError where it is there already. O(blocks), an array being fastest."""
@@ -155,6 +161,7 @@ class TreePlanner:
                     self._content.append(content)
                 self._number_of[content] = number
             self._uses[number] += 1
+            self._num_shared += self._uses[number] == 2
             self._numbers[row, cell] = number
         self._keys[row, done:known] = blocks[end[done:known]]
         self._num_cells[row] = known
@@ -163,6 +170,7 @@ class TreePlanner:
         """Takes their numbers from the row's cells [first, all)."""
         for number in self._numbers[row, first : int(self._num_cells[row])].tolist():
             self._uses[number] -= 1
+            self._num_shared -= self._uses[number] == 1
             if self._uses[number] == 0:
                 del self._number_of[self._content[number]]
                 self._content[number] = b""

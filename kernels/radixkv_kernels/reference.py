@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .interface import AttentionSpec, AttentionTensors
 from .plan import TreePlan
+from .plan_tensors import PlanTensors
 
 FP8 = torch.float8_e4m3fn
 
@@ -33,10 +34,22 @@ def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor,
 
 
 def tree_attention(
-    spec: AttentionSpec, tensors: AttentionTensors, plan: TreePlan, out: Tensor, lse: Tensor | None
+    spec: AttentionSpec,
+    tensors: AttentionTensors,
+    plan: TreePlan | PlanTensors,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
 ) -> None:
     """A plan says who reads what, which the oracle has no use for."""
     paged_attention(spec, tensors, out, lse)
+
+
+def plan_tile(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int, softcap: bool, device: torch.device
+) -> tuple[int, int]:
+    """Any will do."""
+    return 256, 1024
 
 
 def _row(

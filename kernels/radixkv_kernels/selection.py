@@ -1,4 +1,4 @@
-"""Which implementation runs a call: by name, or by device for "auto". Called by `api.py`."""
+"""Which implementation runs a call, by name or by device for "auto", and what plans it takes. Called by `api.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from . import validate as checks
 from .errors import UnsupportedImplementation
 from .interface import Implementation
 
@@ -46,3 +47,30 @@ def _load(name: str) -> Implementation:
     if name == "triton" and importlib.util.find_spec("triton") is None:
         raise UnsupportedImplementation("implementation 'triton': triton is not installed")
     return cast(Implementation, importlib.import_module(_MODULES[name], __package__))
+
+
+def plan_tile(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    v_head_dim: int | None = None,
+    kv_dtype: torch.dtype | None = None,
+    softcap: bool = False,
+    device: torch.device | str = "cpu",
+    implementation: str = "auto",
+) -> dict[str, int]:
+    """How a plan has to be made for calls of this kind: {"cell_size": ..., "tile_rows": ...}.
+
+    Args:
+        dtype, head_dim: q's.
+        v_head_dim, kv_dtype: of the cache; None: as q's.
+        softcap: whether scores are soft-capped.
+        device, implementation: as the call will have them.
+
+    Raises ValueError naming the argument, UnsupportedImplementation where such calls can't run. O(1).
+    """
+    device = torch.device(device)
+    checks.expect(dtype in checks.FLOAT_DTYPES, "dtype", f"one of {checks.FLOAT_DTYPES}", dtype)
+    chosen = select_implementation(implementation, device)
+    tile = chosen.plan_tile(dtype, kv_dtype or dtype, head_dim, v_head_dim or head_dim, softcap, device)
+    return {"cell_size": tile[0], "tile_rows": tile[1]}

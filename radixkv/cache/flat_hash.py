@@ -30,11 +30,12 @@ from radixkv.cache.base import (
 from radixkv.cache.block_content import BlockContents
 from radixkv.cache.block_map import BlockMap
 from radixkv.cache.block_parts import BlockParts
+from radixkv.cache.caps import CappedQueue, TenantCaps, check_caps
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.free_queue import FreeQueue
 from radixkv.cache.hash_watch import HashWatches
 from radixkv.cache.hashing import CRYPTOGRAPHIC, BlockHasher, Parts
-from radixkv.cache.namespace import Namespace, kinds, parts
+from radixkv.cache.namespace import Namespace, Salt, kinds, parts
 from radixkv.cache.watch import Rank, Watch
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack, unpack
 
@@ -71,6 +72,7 @@ class FlatHashCache:
         verify: bool = False,
         digest_bits: int | None = None,
         accept_collisions: bool = False,
+        tenant_caps: TenantCaps | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Makes an empty cache.
@@ -82,6 +84,8 @@ class FlatHashCache:
             digest_bits: cut digests to so many bits; None keeps them whole.
             accept_collisions: an unverified hash that somebody can make collide may hand one request another's KV.
                 Whoever wants that says so.
+            tenant_caps: blocks that the cache holds at most of a tenant (a `Salt`) while nobody uses them: a number for
+                each of them, or numbers by salt; None: no caps (`radixkv.cache.caps`).
             clock_ns: what `hash_ns` is measured with.
 
         Raises:
@@ -101,7 +105,7 @@ class FlatHashCache:
         self._clock_ns = clock_ns
         self._block_bytes = TOKEN_BYTES * block_size
         self._map = BlockMap()
-        self._queue = FreeQueue()
+        self._queue = FreeQueue() if tenant_caps is None else CappedQueue(check_caps(tenant_caps))
         self._watches = HashWatches(self._map.held, block_size)
         self._leases: dict[Lease, None] = {}
         self._fresh: dict[int, None] = {}  # blocks inserted since the last commit, in order
@@ -166,6 +170,8 @@ class FlatHashCache:
             self._contents.keep(self._map, cursor.blocks, hashes, packed, cursor.parts, ids)
         self._parts_of.keep(ids, cursor.parts, len(cursor.blocks))
         self._map.add(hashes, ids)
+        if isinstance(self._queue, CappedQueue):
+            self._own(cursor, ids)
         self._queue.pin(ids)
         if self._watches:
             self._watches.added(hashes)
@@ -194,6 +200,20 @@ class FlatHashCache:
         lease.released = True
         self._queue.unpin(cursor.blocks)
         self._supersede(cursor.blocks)
+        if isinstance(self._queue, CappedQueue):
+            over = self._queue.take_over_caps()
+            self._forget(over)
+            self._superseded += over
+            if self._events.active:
+                self._events.removed(over)
+
+    def _own(self, cursor: _Cursor, ids: list[int]) -> None:
+        """Notes whose blocks these are, which go on from the cursor: the outermost salt's, from its start on."""
+        salt = next((part for part in cursor.parts if isinstance(part, Salt)), None)
+        assert isinstance(self._queue, CappedQueue)
+        for index, block in enumerate(ids, len(cursor.blocks)):
+            is_own = salt is not None and (index + 1) * self.block_size > salt.start
+            self._queue.owners[block] = salt.value if salt is not None and is_own else None
 
     def cancel(self, lease: Lease) -> None:
         """Ends a lease as if it had never been acquired: the queue is in the order it would have had. O(blocks).
@@ -280,9 +300,6 @@ class FlatHashCache:
         spared = self._rank if self._watches else None
         blocks = self._queue.take(num_blocks - len(superseded), spared)
         self._forget(blocks)
-        if self._fresh:
-            for block in blocks:
-                self._fresh.pop(block, None)
         if self._events.active:
             self._events.removed(blocks)
         return np.array(superseded + blocks, np.int32)
@@ -391,6 +408,9 @@ class FlatHashCache:
         return blocks
 
     def _forget(self, blocks: list[int]) -> None:
+        if self._fresh:
+            for block in blocks:
+                self._fresh.pop(block, None)
         hashes = {self._map.hash_of[block] for block in blocks} if self._watches else ()
         self._map.remove(blocks)
         self._parts_of.forget(blocks)

@@ -28,6 +28,7 @@ from radixkv.cache.base import (
     pack_blocks,
     pack_unchecked,
 )
+from radixkv.cache.caps import CappedTree, TenantCaps, check_caps
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.eviction import Policy, make_policy
 from radixkv.cache.namespace import Interner, Namespace, Part, kinds
@@ -50,20 +51,33 @@ class RadixCache:
         partial_blocks: share to the token at any block size: matches report how far the next block agrees, and
             released requests may leave a partly filled last block.
         policy: name of an eviction policy, or one of your own (`radixkv.cache.eviction`).
+        tenant_caps: blocks that the cache holds at most of a tenant (a `Salt`) while nobody uses them: a number for
+            each of them, or numbers by salt; None: no caps (`radixkv.cache.caps`).
 
     Cost: `peek` and `acquire` about a memcmp of the match plus O(nodes on the path); `insert` O(tokens after the
     lease); `release` O(nodes let go * log leaves); `evict` O(leaves taken * log leaves), at any number of leaves.
     """
 
-    def __init__(self, block_size: int = 16, *, partial_blocks: bool = True, policy: str | Policy = "lru") -> None:
+    def __init__(
+        self,
+        block_size: int = 16,
+        *,
+        partial_blocks: bool = True,
+        policy: str | Policy = "lru",
+        tenant_caps: TenantCaps | None = None,
+    ) -> None:
         if not isinstance(partial_blocks, bool):
             raise ValueError(f"partial_blocks: expected True or False, got {partial_blocks!r}")
         self.block_size = check_block_size(block_size)
         self.partial_blocks = partial_blocks and block_size > 1
-        self.tree = RadixTree(block_size, make_policy(policy))
         self._interner = Interner()
         self._num_pairs_kept = 0  # at the last sweep
         self._leases: dict[Lease, None] = {}
+        made = make_policy(policy)
+        if tenant_caps is None:
+            self.tree = RadixTree(block_size, made)
+        else:
+            self.tree = CappedTree(block_size, made, check_caps(tenant_caps), self._interner)
         self._moved: dict[Lease, None] = {}  # leases moved while there were blocks not committed
         self._events = EventEmitter(block_size)
 
@@ -145,8 +159,8 @@ class RadixCache:
         return key
 
     def _sweep(self) -> None:
-        """Forgets the namespaces that no node holds: O(nodes), once in so many new (namespace, token) pairs."""
-        held: set[int] = set()
+        """Forgets the namespaces that no node holds and no watch waits for: O(nodes), once in so many new pairs."""
+        held = self.tree.watches.marks()
         nodes = [self.tree.root]
         for node in nodes:  # grows while it is walked
             nodes.extend(node.children.values())
@@ -389,6 +403,8 @@ class RadixCache:
         if leases is not None and set(leases) != self._leases.keys():
             raise CacheCorruption(f"violated: the live leases are {leases}, got {list(self._leases)}")
         check_tree(self.tree, self._leases)
+        if isinstance(self.tree, CappedTree):
+            self.tree.check_caps()
 
 
 def _unpacked(blocks: bytes) -> Blocks:

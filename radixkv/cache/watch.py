@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from radixkv.cache.base import CacheCorruption
-from radixkv.tokens import TOKEN_BYTES
+from radixkv.tokens import TOKEN_BYTES, unpack
 
 if TYPE_CHECKING:
     from radixkv.cache.node import Node
@@ -146,6 +146,16 @@ class TreeWatches:
         ranked = [watch for watch in endings.all() if watch.rank is not None]
         num_bytes = max(watch.num_tokens for watch in ranked) * TOKEN_BYTES - node.start * TOKEN_BYTES
         return num_bytes, max(watch.rank for watch in ranked)  # type: ignore[type-var, return-value]
+
+    def marks(self) -> set[int]:
+        """Returns the interned ids in what is watched. O(tokens watched)."""
+        found: set[int] = set()
+        for endings in self.endings.values():
+            for watch in endings.all():
+                if not watch.is_plain:
+                    tokens = unpack(watch.key)
+                    found.update(tokens[tokens < 0].tolist())
+        return found
 
     # ---- what the tree tells
 

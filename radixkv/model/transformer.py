@@ -7,11 +7,12 @@ what another sequence of the batch computes in this very step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from radixkv_kernels import paged_attention, store_kv
+from radixkv_kernels import TreePlan, paged_attention, store_kv
 from torch import Tensor
 
 from radixkv.model.layers import Arithmetic, InvariantArithmetic, PlainArithmetic, rms_norm
@@ -31,6 +32,7 @@ class ForwardInput:
         seq_lens: [num_seqs] int32, this step's rows included.
         cu_seqlens_q: [num_seqs + 1] int32.
         logit_rows: [num_logits] int64, the rows whose logits are wanted.
+        plans: by window of a layer, who reads what where sequences share KV.
     """
 
     token_ids: Tensor
@@ -40,6 +42,7 @@ class ForwardInput:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     logit_rows: Tensor
+    plans: Mapping[int | None, TreePlan] = field(default_factory=dict)
 
 
 class Decoder:
@@ -112,6 +115,7 @@ class Decoder:
             seq_lens=step.seq_lens,
             window=config.windows[index],
             out=out,
+            plan=step.plans.get(config.windows[index]),
             validate=False,
         )
         return self._arithmetic.linear(out.view(x.shape[0], -1), layer.o, layer.o_bias)

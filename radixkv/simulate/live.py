@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from radixkv.request import Request, RequestMetrics, SamplingParams
+from radixkv.sequence import Sequence
 from radixkv.tokens import pack, unpack
 from radixkv.workloads import TraceRequest
 
@@ -49,3 +50,12 @@ class Live:
             params = inner.sampling_params
             outputs = np.random.default_rng(seed).integers(0, 2**31 - 1, (params.n, params.max_tokens)).tolist()
         return cls(name, inner, outputs, at_s)
+
+    def next_tokens(self, sequence: Sequence, count: int) -> list[int]:
+        """Returns the next tokens of one of its samples, fewer where its output ends."""
+        index = sequence.num_tokens - sequence.num_prompt_tokens
+        return self.outputs[sequence.sample][index : index + count]
+
+    def num_left_tokens(self, sequence: Sequence) -> int:
+        """Returns how many tokens one of its samples has yet to generate."""
+        return len(self.outputs[sequence.sample]) + sequence.num_prompt_tokens - sequence.num_tokens

@@ -26,7 +26,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
 from radixkv.batch import ScheduledBatch
@@ -36,23 +35,12 @@ from radixkv.scheduler import Scheduler
 from radixkv.sequence import Sequence as Running
 from radixkv.simulate.cost_model import CostModel
 from radixkv.simulate.live import Live
+from radixkv.simulate.quiet import QuietSteps
 from radixkv.simulate.report import Served
+from radixkv.simulate.step import Step
 from radixkv.simulate.step_load import StepLoad, measure_load
 from radixkv.step_stats import StepStats
 from radixkv.workloads import TraceRequest
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The step under way."""
-
-    batch: ScheduledBatch
-    sequences: list[Running]
-    load: StepLoad
-    started_s: float
-    ends_s: float
-    schedule_s: float
-    before: tuple[int, int, int]
 
 
 class Simulator:
@@ -63,12 +51,14 @@ class Simulator:
         cost: what a step takes.
         seed: of the tokens of outputs that are not given.
         on_step: called with the statistics of each step when it ends.
-        on_batch: called with each batch when it has been scheduled and before its step ends.
+        on_batch: called with each batch when it has been scheduled and before its step ends. Without the two, steps in
+            which nothing but decoding happens are passed over at once; all results are the same.
         clock: what the host's own time is measured with: StepStats.schedule_s, which is no part of virtual time.
 
     Attributes:
         now_s: virtual time.
-        num_steps, num_finished: so far; busy_s: time in steps; schedule_s: the host's, of scheduler, manager and cache.
+        num_steps, num_finished: so far; busy_s: time in steps.
+        schedule_s: the host's, in scheduler, manager and cache, but for steps that were passed over.
         num_kv_tokens, num_unique_kv_tokens: that decodes saw so far, and the same with what is shared counted once.
     """
 
@@ -90,7 +80,8 @@ class Simulator:
         self._on_step, self._on_batch = on_step, on_batch
         self._arriving: list[tuple[float, int, Live]] = []
         self._live: dict[str, Live] = {}
-        self._step: _Step | None = None
+        self._step: Step | None = None
+        self._quiet: QuietSteps | None = None
         self._num_submitted = self._num_copied_tokens = 0
 
     # ---- requests
@@ -116,6 +107,8 @@ class Simulator:
         self._num_submitted += 1
         self._live[live.request.request_id] = live
         heapq.heappush(self._arriving, (at_s, number, live))
+        if self._quiet is not None:
+            self._quiet.cut(at_s)
 
     def fits(self, request: TraceRequest, max_tokens: int = 16) -> bool:
         """Whether the pool could ever hold a request and its output; `submit` refuses what it could not."""
@@ -156,10 +149,13 @@ class Simulator:
     def next_event_time(self) -> float:
         """Begins the step that is due now, if one is, so submit what arrives now before; returns when that ends.
 
-        With nothing to run, when the next request arrives of those that were submitted; inf: none does.
+        Where the next steps do nothing but decode, when the last of them ends. With nothing to run, when the next
+        request arrives of those that were submitted; inf: none does.
         """
-        if self._step is None and self._due_s <= self.now_s:
-            self._begin_step(self.now_s)
+        if self._step is None and self._quiet is None and self._due_s <= self.now_s:
+            self._begin(self.now_s)
+        if self._quiet is not None:
+            return self._quiet.ends_s[-1]
         return self._due_s if self._step is None else self._step.ends_s
 
     @property
@@ -186,23 +182,58 @@ class Simulator:
                 if self._step.ends_s > until_s:
                     break
                 self._end_step(ended)
+            elif self._quiet is not None:
+                self._pass_quiet(self._quiet, until_s)
+                if self._quiet is not None:
+                    break
             elif self._due_s < until_s:
-                self._begin_step(self._due_s)
+                self._begin(self._due_s)
             else:
                 break
         if until_s < inf:
             self.now_s = until_s
         return ended
 
-    def _begin_step(self, at_s: float) -> None:
+    def _begin(self, at_s: float) -> None:
+        """Begins a step, or as many as nothing happens in but decoding."""
         self.now_s = at_s
+        arrives_s = self._arriving[0][0] if self._arriving else inf
+        if arrives_s > at_s and self._on_step is None and self._on_batch is None and not self._num_copied_tokens:
+            self._quiet = QuietSteps.plan(self.scheduler, self._live, self._cost, at_s, arrives_s)
+        if self._quiet is None:
+            self._begin_step(at_s)
+
+    def _pass_quiet(self, quiet: QuietSteps, until_s: float) -> None:
+        """Ends those of the quiet steps that end by `until_s`."""
+        steps = quiet.take(until_s)
+        if steps:
+            running = [(s, self._live[s.request.request_id]) for s in self.scheduler.running]
+            self.scheduler.pass_quiet_steps(len(steps), [live.next_tokens(s, len(steps)) for s, live in running])
+            ends_s = [end_s for _, end_s, _ in steps]
+            for sequence, live in running:
+                if not sequence.sample:
+                    live.metrics.token_times_s += ends_s
+            for begin_s, end_s, load in steps:
+                self._count(begin_s, end_s, load)
+        if not quiet.ends_s:
+            self._quiet = None
+
+    def _count(self, begin_s: float, end_s: float, load: StepLoad) -> None:
+        """A step is over."""
+        self.now_s = end_s
+        self.num_steps += 1
+        self.busy_s += end_s - begin_s
+        self.num_kv_tokens += load.num_decode_kv_tokens
+        self.num_unique_kv_tokens += load.num_unique_kv_tokens
+
+    def _begin_step(self, at_s: float) -> None:
         scheduler, manager = self.scheduler, self.scheduler.manager
-        before = (scheduler.num_hit_tokens, scheduler.num_preemptions, manager.num_evicted_blocks)
-        started = self._clock()
+        counts = (scheduler.num_hit_tokens, scheduler.num_preemptions, manager.num_evicted_blocks)
+        before_s, started = self.schedule_s, self._clock()
         while self._arriving and self._arriving[0][0] <= at_s:
             scheduler.add(heapq.heappop(self._arriving)[2].request)
         batch = scheduler.schedule()
-        schedule_s = self._clock() - started
+        self.schedule_s += self._clock() - started
         if not batch.sequences:
             raise RuntimeError(f"scheduler: expected something to run of {len(scheduler.waiting)} that wait, got none")
         sequences = list(scheduler.batch)
@@ -217,7 +248,7 @@ class Simulator:
                 metrics = self._live[sequence.request.request_id].metrics
                 if metrics.first_scheduled_s is None:
                     metrics.first_scheduled_s = at_s
-        self._step = _Step(batch, sequences, load, at_s, at_s + self._cost.step_s(load), schedule_s, before)
+        self._step = Step(batch, sequences, load, at_s, at_s + self._cost.step_s(load), before_s, counts)
         if not self._step.ends_s > at_s:
             raise ValueError(f"cost: expected a step above 0 s, got {self._cost.step_s(load)!r} for {load}")
 
@@ -225,10 +256,11 @@ class Simulator:
         step, scheduler = self._step, self.scheduler
         assert step is not None
         self._step = None
-        now = self.now_s = step.ends_s
+        self._count(step.started_s, step.ends_s, step.load)
         num_ended = len(ended)
         started = self._clock()
         scheduler.commit()
+        self.schedule_s += self._clock() - started
         lives = self._live
         for sequence, item in zip(step.sequences, step.batch.sequences, strict=True):
             if item.needs_logits:
@@ -237,15 +269,9 @@ class Simulator:
                     self._first_tokens(sequence, live, ended)
                 else:
                     self._token(sequence, live, ended)
-        host_s = step.schedule_s + self._clock() - started
-        self.num_steps += 1
         self.num_finished += len(ended) - num_ended
-        self.busy_s += now - step.started_s
-        self.schedule_s += host_s
-        self.num_kv_tokens += step.load.num_decode_kv_tokens
-        self.num_unique_kv_tokens += step.load.num_unique_kv_tokens
         if self._on_step is not None:
-            self._on_step(self._stats(step, len(ended) - num_ended, host_s))
+            self._on_step(step.stats(self.num_steps, scheduler, len(ended) - num_ended, self.schedule_s))
 
     def _first_tokens(self, sequence: Running, live: Live, ended: list[Served]) -> None:
         """The prompt is computed: a token for each sample, which run by themselves from here on."""
@@ -267,7 +293,9 @@ class Simulator:
             live.metrics.token_times_s.append(self.now_s)
         if index + 1 < len(output):
             return
+        started = self._clock()
         self.scheduler.finish(sequence)
+        self.schedule_s += self._clock() - started
         metrics = live.metrics
         metrics.num_preemptions = max(metrics.num_preemptions, sequence.num_preemptions)
         live.num_output_tokens += len(output)
@@ -277,26 +305,3 @@ class Simulator:
             del self._live[live.request.request_id]
             num_prompt = sequence.num_prompt_tokens
             ended.append(Served(live.name, num_prompt, live.num_cached_tokens, live.num_output_tokens, metrics))
-
-    def _stats(self, step: _Step, num_finished: int, host_s: float) -> StepStats:
-        scheduler, manager = self.scheduler, self.scheduler.manager
-        prompts = sum(
-            min(max(sequence.num_prompt_tokens - item.start, 0), item.num_tokens)
-            for sequence, item in zip(step.sequences, step.batch.sequences, strict=True)
-        )
-        return StepStats(
-            step=self.num_steps,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_prefill_tokens=prompts,
-            num_decode_tokens=step.batch.num_tokens - prompts,
-            num_hit_tokens=scheduler.num_hit_tokens - step.before[0],
-            num_preemptions=scheduler.num_preemptions - step.before[1],
-            num_evicted_blocks=manager.num_evicted_blocks - step.before[2],
-            num_finished=num_finished,
-            num_failed=0,
-            sizes=manager.sizes,
-            schedule_s=host_s,
-            forward_s=step.ends_s - step.started_s,
-            postprocess_s=0.0,
-        )

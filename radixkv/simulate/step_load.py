@@ -84,6 +84,19 @@ def measure_load(batch: ScheduledBatch, sequences: Sequence[Running], scheduler:
     )
 
 
+def num_pinned_kv_tokens(scheduler: Scheduler) -> tuple[int, int]:
+    """Returns the KV tokens that a step would see in which all that run decode: of each by itself, and distinct ones.
+
+    O(running).
+    """
+    block_size = scheduler.block_size
+    logical = own = 0
+    for sequence in scheduler.running:
+        logical += sequence.num_tokens
+        own += sequence.num_tokens - sequence.blocks.lease.num_tokens
+    return logical, own + scheduler.manager.cache.sizes.pinned * block_size
+
+
 def _num_distinct(tables: Sequence[tuple[np.ndarray, int]], pool_size: int) -> int:
     seen = np.zeros(pool_size, bool)
     seen[np.concatenate([table[:num_blocks] for table, num_blocks in tables])] = True

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from radixkv.cache.base import Tail
-from radixkv.cache.eviction import Cost, Lfu, Policy, make_policy
+from radixkv.cache.eviction import Cost, Lfu, Policy, Probation, make_policy
 from radixkv.cache.radix import RadixCache
 
 
@@ -25,7 +25,9 @@ def order(cache):
     return cache.evict(10**6).tolist()
 
 
-@pytest.mark.parametrize(("policy", "first"), [("lru", [1, 2, 0]), ("fifo", [0, 1, 2]), ("lfu", [1, 2, 0])])
+@pytest.mark.parametrize(
+    ("policy", "first"), [("lru", [1, 2, 0]), ("fifo", [0, 1, 2]), ("lfu", [1, 2, 0]), ("probation", [1, 2, 0])]
+)
 def test_what_was_used_again(policy, first):
     cache = RadixCache(1, policy=policy)
     for block in range(3):
@@ -74,7 +76,7 @@ def test_what_is_added_to_a_sequence_has_its_own_age(policy):
         assert newest.heat == 1 and newest.parent.heat == 11
 
 
-@pytest.mark.parametrize("policy", ["lfu", "fifo", "cost"])
+@pytest.mark.parametrize("policy", ["lfu", "fifo", "cost", "probation"])
 def test_a_split_keeps_age_and_heat(policy):
     cache = RadixCache(1, policy=policy)
     put(cache, [1, 2, 3, 4], 0)
@@ -130,6 +132,22 @@ def test_lru_lets_a_tail_look_older_by_what_is_empty_of_it():
     assert cache.evict(1).tolist() == [1]
 
 
+def test_a_scan_does_not_push_out_what_is_used_again():
+    def kept(policy):
+        cache = RadixCache(1, policy=policy)
+        held = 0
+        for i in range(600):
+            if i % (4 if i < 200 else 13) == 0:  # often at first, then so seldom that lru would lose it
+                held += cache.peek([1, 2, 3])
+                put(cache, [1, 2, 3], 10_000 + 10 * i)
+            put(cache, [100 + i], i)
+            cache.evict(max(cache.sizes.evictable - 12, 0))
+        return held
+
+    assert kept("probation") == 3 * 80  # but for the first time, always
+    assert kept("lru") < 3 * 51
+
+
 def test_a_policy_of_ones_own():
     class Largest(Policy):
         def rank(self, node):
@@ -142,7 +160,10 @@ def test_a_policy_of_ones_own():
     assert cache.evict(1).tolist() == [12]
 
 
-@pytest.mark.parametrize(("make", "name"), [(lambda: Lfu(0), "half_life"), (lambda: Cost(0), "knee_tokens")])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda: Lfu(0), "half_life"), (lambda: Cost(0), "knee_tokens"), (lambda: Probation(1.5), "share")],
+)
 def test_bad_sizes_are_named(make, name):
     with pytest.raises(ValueError, match=name):
         make()

@@ -177,3 +177,13 @@ def test_a_thousand_watches_behind_one_document_cost_one_look_each():
     cache.evict(100)
     assert {watch.num_tokens for watch in watches} == {8192 - 1600}
     cache.check()
+
+
+def test_what_is_watched_keeps_its_namespace():
+    cache = RadixCache(1)
+    watch = cache.watch([1, 2, 3], Salt("waits"))
+    for i in range(3000):  # many times more namespaces than are kept for those that no node holds
+        cache.cancel(cache.acquire([1, 2], Salt(f"passes {i}")))
+    put(cache, [1, 2, 3], 10, Salt("waits"))
+    assert watch.num_tokens == 3
+    cache.check()

@@ -60,26 +60,46 @@ class Forest:
         )
 
 
-def random_forest(seed: int) -> Forest:
-    """Several roots, depth to 8, fan-out 1 to 64, lengths that are multiples of nothing, mixed query lengths."""
+SMALL = {"most": (2, 4), "longest": (400, 700), "most_tokens": 900, "most_queries": 12}
+"""For the interpreter, whose time goes by the number of cells."""
+
+
+def random_forest(
+    seed: int,
+    *,
+    most: tuple[int, ...] = (1, 4, 12, 12, 24, 70),
+    longest: tuple[int, ...] = (60, 400, 1500, 1500, 5000),
+    most_tokens: int = 12_000,
+    most_queries: int = 300,
+    **fixed: Any,
+) -> Forest:
+    """Several roots, depth to 8, fan-out 1 to 64, lengths that are multiples of nothing, mixed query lengths.
+
+    most: sequences at most; longest: tokens of one at most; one of each is drawn. fixed: block_size, group_size,
+    window, causal or several (query lengths) where they are not to be drawn.
+    """
     rng = random.Random(seed)
-    block_size = rng.choice(BLOCK_SIZES)
-    most = rng.choice([1, 4, 12, 12, 24, 70])
-    longest = rng.choice([60, 400, 1500, 1500, 5000])
-    most_tokens = 12_000
+
+    def draw(name: str, values: list[Any]) -> Any:
+        value = rng.choice(values)
+        return fixed.get(name, value)
+
+    block_size = draw("block_size", list(BLOCK_SIZES))
+    most_seqs = rng.choice(most)
+    most_long = rng.choice(longest)
     paths: list[list[int]] = []
     fresh = iter(range(1, 1 << 30))
 
     def grow(path: list[int], num_tokens: int, depth: int) -> None:
-        span = rng.choice([0, rng.randint(0, 40), rng.randint(1, 300), rng.randint(1, max(1, longest // 2))])
-        num_tokens = min(longest, num_tokens + span)
+        span = rng.choice([0, rng.randint(0, 40), rng.randint(1, 300), rng.randint(1, max(1, most_long // 2))])
+        num_tokens = min(most_long, num_tokens + span)
         # the partly filled block is each child's own
         shared = path + [next(fresh) for _ in range(num_tokens // block_size - len(path))]
         children = rng.choice([1, 1, 2, 3, rng.randint(1, 64)]) if depth < 8 and rng.random() < 0.75 else 0
         for _ in range(children):
-            if len(paths) < most and sum(lens) < most_tokens:
+            if len(paths) < most_seqs and sum(lens) < most_tokens:
                 grow(shared, num_tokens, depth + 1)
-        if not children and len(paths) < most:
+        if not children and len(paths) < most_seqs:
             n = num_tokens + rng.choice([0, 1, rng.randint(0, 30), rng.randint(0, 400)])
             paths.append(shared[: n // block_size] + [next(fresh) for _ in range(-(-n // block_size) - len(shared))])
             lens.append(n)
@@ -90,13 +110,14 @@ def random_forest(seed: int) -> Forest:
     order = list(range(len(paths)))
     rng.shuffle(order)
     seq_lens = np.array([lens[i] for i in order], dtype=np.int64)
-    several = rng.random() < 0.4
+    several = fixed.get("several", rng.random() < 0.4)
     q_lens = np.ones_like(seq_lens)
     for i, n in enumerate(seq_lens.tolist()):
         if n == 0 or rng.random() < 0.05:
             q_lens[i] = 1 if n == 0 else 0
         elif several:
-            q_lens[i] = min(n, rng.choice([1, 1, rng.randint(1, 8), rng.randint(1, 40), rng.randint(1, 300)]))
+            some = rng.choice([1, 1, rng.randint(1, 8), rng.randint(1, 40), rng.randint(1, 300)])
+            q_lens[i] = min(n, some, most_queries)
     table = np.full((len(paths), max(1, *map(len, paths)) + 1), -1, dtype=np.int32)
     for row, i in enumerate(order):
         table[row, : len(paths[i])] = paths[i]
@@ -107,10 +128,10 @@ def random_forest(seed: int) -> Forest:
     forest = Forest(
         seed,
         block_size,
-        rng.randint(1, 8),
+        draw("group_size", list(range(1, 9))),
         kv_heads,
-        rng.choice([None, None, rng.randint(1, 40), rng.randint(1, 900)]),
-        rng.random() < 0.85,
+        draw("window", [None, None, rng.randint(1, 40), rng.randint(1, 900)]),
+        draw("causal", [True] * 6 + [False]),
         table,
         seq_lens,
         q_lens,
@@ -238,12 +259,17 @@ class Call:
         return torch.cat(outs), torch.cat(lses)
 
 
-def random_call(forest: Forest) -> Call:
-    """Tensors and options at random; NaN in every slot that no sequence sees."""
+def random_call(forest: Forest, **fixed: Any) -> Call:
+    """Tensors and options at random; NaN in every slot that no sequence sees.
+
+    fixed: dtype, kv_dtype, or arguments of the attention call where they are not to be drawn.
+    """
     rng, gen = forest.rng, torch.Generator().manual_seed(forest.seed)
     heads, dim = forest.num_kv_heads, rng.choice([32, 64])
     dtype = rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    dtype = fixed.pop("dtype", dtype)
     kv_dtype = rng.choice([dtype, dtype, dtype, FP8])
+    kv_dtype = fixed.pop("kv_dtype", kv_dtype) or dtype
     v_dim = rng.choice([dim, dim, dim, 32])
     used = torch.zeros(forest.num_blocks, forest.block_size, dtype=torch.bool)
     for s, n in enumerate(forest.seq_lens.tolist()):
@@ -275,6 +301,7 @@ def random_call(forest: Forest) -> Call:
         "k_scale": scales[0],
         "v_scale": scales[1],
         "implementation": "torch",
+        **fixed,
     }
     q = torch.randn(int(forest.cu[-1]), num_q_heads, dim, generator=gen).to(dtype)
     return Call(forest, q, caches, arguments)

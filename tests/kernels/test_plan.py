@@ -133,7 +133,7 @@ def test_config():
 def test_buffers_keep_their_addresses_and_refuse_what_does_not_fit():
     buffers = PlanBuffers(max_items=20, max_rows=8, max_partials=40, device="cpu")
     few, more = plan(), plan(**two_prompts(4000, 50), lead_runs=1)
-    before = buffers.tensors.items.data_ptr()
+    before = buffers.load(few).items.data_ptr()
     for got in (more, few):
         tensors = buffers.load(got)
         assert tensors.items.data_ptr() == before and tensors.num_items.item() == got.num_items
@@ -143,7 +143,7 @@ def test_buffers_keep_their_addresses_and_refuse_what_does_not_fit():
         assert (tensors.row_base[3:] == len(got.work.row_slots)).all()
         assert tensors.row_slots[: len(got.work.row_slots)].tolist() == got.work.row_slots.tolist()
         assert tensors.slot_cells[: len(got.work.row_slots)].tolist() == got.work.slot_cells.tolist()
-    assert buffers.load(few) is buffers.tensors
+    assert buffers.load(few) is tensors
     for size, name in ((more, "max_items = 3"), (plan(**two_prompts(300, 50, 9)), "max_rows = 8")):
         with pytest.raises(ValueError, match=f"plan: expected at most {name}"):
             PlanBuffers(3 if size is more else 20, 8, 40, "cpu").load(size)

@@ -16,7 +16,7 @@ from radixkv.ordering import ORDERS
 from radixkv.replay import CacheConfig, Replay
 from radixkv.request import Request, SamplingParams
 from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.simulate import ClosedLoop, Simulator, StepLoad, at_once, run
+from radixkv.simulate import ClosedLoop, OpenLoop, Simulator, StepLoad, at_once, run
 from radixkv.simulate import simulator as simulator_module
 from radixkv.tokens import pack
 from radixkv.workloads import TraceRequest, open_workload
@@ -225,8 +225,8 @@ def test_outputs_are_drawn_from_a_seed():
     def tokens(seed):
         simulator = make(seed=seed)
         seen = []
-        append = simulator.scheduler.append_token
-        simulator.scheduler.append_token = lambda sequence, token: (seen.append(token), append(sequence, token))
+        finish = simulator.scheduler.finish
+        simulator.scheduler.finish = lambda sequence: (seen.extend(sequence.generated_token_ids), finish(sequence))
         for name in "ab":
             simulator.submit(TraceRequest(name, pack([1, 2, 3])), max_tokens=6)
         simulator.advance(inf)
@@ -262,6 +262,49 @@ def test_small_steps_of_time_come_to_the_same(seed):
         found += parts.advance(parts.next_event_time())
     assert found == expected
     assert (parts.num_steps, parts.busy_s) == (whole.num_steps, whole.busy_s)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_passed_over_at_once_are_the_same_steps(cache, seed):
+    rng = random.Random(seed)
+    block_size, num_blocks = rng.choice([(1, 600), (4, 100), (16, 40), (64, 10)])
+    requests = tree_of_requests(rng, 60)
+    times = sorted(rng.uniform(0, 600) for _ in requests)
+    arrivals = [
+        lambda: ClosedLoop(requests, 3, think_s=1.5),
+        lambda: OpenLoop(requests, times),
+        lambda: at_once(requests),
+    ]
+    make_arrivals = arrivals[seed % 3]
+    found = []
+    for on_step in (lambda stats: None, None):
+        scheduled = []
+        simulator = make(CACHES[cache](block_size), num_blocks, on_step=on_step, max_num_seqs=6)
+        schedule = simulator.scheduler.schedule
+        simulator.scheduler.schedule = lambda s=schedule, c=scheduled: (c.append(1), s())[1]
+        result = run(simulator, make_arrivals())
+        simulator.scheduler.manager.check()
+        scheduler = simulator.scheduler
+        counts = (simulator.num_steps, simulator.busy_s, simulator.num_kv_tokens, simulator.num_unique_kv_tokens)
+        evicted = scheduler.manager.num_evicted_blocks
+        found.append((result, counts, scheduler.num_preemptions, evicted, scheduler.manager.sizes, simulator.now_s))
+        passed = simulator.num_steps - len(scheduled)
+    assert found[0] == found[1]
+    assert passed > 0
+
+
+def test_kept_prefixes_are_let_go_in_the_step_they_would_be():
+    for on_step in (None, lambda stats: None):
+        simulator = make(num_blocks=100, on_step=on_step)
+        kept = Request("a", tuple(range(20)), SamplingParams(max_tokens=2), keep_steps=7)
+        simulator.submit(kept)
+        simulator.submit(TraceRequest("b", pack(range(100, 120)), pack(range(30))))
+        let_go = []
+        unwatch = simulator.cache.unwatch
+        simulator.cache.unwatch = lambda watch, u=unwatch, s=simulator, g=let_go: (g.append(s.num_steps), u(watch))
+        simulator.advance(inf)
+        assert let_go[-1] == 2 + 7 - 1  # kept from the end of the second step on, let go as the ninth begins
 
 
 def test_what_arrives_together_is_in_the_step_that_begins_then():

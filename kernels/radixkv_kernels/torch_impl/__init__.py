@@ -5,8 +5,8 @@ what; `narrow`, `wide` many short row sets, one long one; `tree` the items of a 
 `cache_ops` store and copy; `workspace` scratch that outlives a call.
 """
 
-from .attention import paged_attention, tree_attention, unsupported
+from .attention import paged_attention, plan_tile, tree_attention, unsupported
 from .cache_ops import copy_blocks, store_kv
 from .state import merge_states
 
-__all__ = ["copy_blocks", "merge_states", "paged_attention", "store_kv", "tree_attention", "unsupported"]
+__all__ = ["copy_blocks", "merge_states", "paged_attention", "plan_tile", "store_kv", "tree_attention", "unsupported"]

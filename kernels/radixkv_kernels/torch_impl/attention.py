@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..interface import AttentionSpec, AttentionTensors
 from ..plan import TreePlan
+from ..plan_tensors import PlanTensors
 from .cells import CELL_SIZE
 from .narrow import attend_narrow
 from .rows import Job, split
 from .tree import attend_shared
-from .wide import attend_wide
+from .wide import TILE_ROWS, attend_wide
 from .workspace import thread_workspace
 
 
@@ -25,10 +27,22 @@ def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor,
     _attend(Job.of(spec, tensors, out, lse, thread_workspace()), None)
 
 
+def plan_tile(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int, softcap: bool, device: torch.device
+) -> tuple[int, int]:
+    """See `interface.py`. The same for all."""
+    return CELL_SIZE, TILE_ROWS
+
+
 def tree_attention(
-    spec: AttentionSpec, tensors: AttentionTensors, plan: TreePlan, out: Tensor, lse: Tensor | None
+    spec: AttentionSpec,
+    tensors: AttentionTensors,
+    plan: TreePlan | PlanTensors,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
 ) -> None:
-    """See `interface.py`. Sequences that share nothing take the plain path."""
+    """See `interface.py`. Sequences that share nothing take the plain path. Scratch: the thread's, not `workspace`."""
     config = plan.config
     if config.cell_size != CELL_SIZE:
         raise ValueError(f"plan: expected cell_size {CELL_SIZE} for implementation 'torch', got {config.cell_size}")
@@ -37,13 +51,12 @@ def tree_attention(
             f"plan: expected tile_rows of at least the group size {spec.group_size}, got {config.tile_rows}"
         )
     job = Job.of(spec, tensors, out, lse, thread_workspace())
-    if not plan.shares:
+    on_host = plan.host(tensors.num_seqs) if isinstance(plan, PlanTensors) else plan
+    if on_host.sharers.any():
+        attend_shared(job, on_host)
+        _attend(job, on_host.sharers)
+    else:
         _attend(job, None)
-        return
-    shared = np.zeros(tensors.num_seqs, dtype=bool)
-    shared[plan.order] = plan.work.shared
-    attend_shared(job, plan, shared)
-    _attend(job, shared)
 
 
 def _attend(job: Job, skip: np.ndarray | None) -> None:

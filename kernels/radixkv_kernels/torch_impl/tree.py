@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..plan import TreePlan
+from ..plan_tensors import HostPlan
 from .cells import CELL_SIZE, RUN_CELLS
 from .narrow import NarrowGroup, fold_group, narrow_step
 from .rows import NARROW_ROWS, Job, padded_rows
@@ -25,7 +26,7 @@ from .wide import WideTile, fold_tiles
 class _TreeRows:
     """The plan's rows with this call's lengths, one entry a flat row (query token, head of the group)."""
 
-    plan: TreePlan
+    plan: TreePlan | HostPlan
     q: Tensor
     """[flat rows, num_kv_heads, head_dim] compute_dtype."""
     lo: np.ndarray
@@ -51,8 +52,9 @@ class _TreeRows:
             slot[where] = part.flatten(0, 1) if keep is None else part[keep]
 
 
-def attend_shared(job: Job, plan: TreePlan, shared: np.ndarray) -> None:
-    """All rows of the sequences in `shared` [num_seqs] bool; writes out and lse. O(KV of their items)."""
+def attend_shared(job: Job, plan: TreePlan | HostPlan) -> None:
+    """All rows of the plan's sharers; writes out and lse. O(KV of their items)."""
+    shared = plan.sharers
     rows = _rows(job, plan)
     group = job.spec.group_size
     items = plan.work.items.astype(np.int64)
@@ -69,7 +71,7 @@ def attend_shared(job: Job, plan: TreePlan, shared: np.ndarray) -> None:
     _reduce(job, rows, np.flatnonzero(shared[plan.row_seq]))
 
 
-def _rows(job: Job, plan: TreePlan) -> _TreeRows:
+def _rows(job: Job, plan: TreePlan | HostPlan) -> _TreeRows:
     spec, device = job.spec, job.tensors.q.device
     token, seq = plan.row_token.astype(np.int64), plan.row_seq.astype(np.int64)
     q = job.tensors.q[torch.from_numpy(token).to(device)]

@@ -1,6 +1,6 @@
 """The Triton implementation: CUDA and ROCm devices, and CPU tensors under TRITON_INTERPRET=1 (for tests).
 
-The five functions that `interface.py` describes. Importing this package imports triton.
+The functions that `interface.py` describes. Importing this package imports triton.
 
     numerics          the merge formula and fp8 codes, shared by all kernels
     attention_kernel  partials of attention: work items, tiles, cells, runs
@@ -22,8 +22,12 @@ from torch import Tensor
 
 from ..errors import UnsupportedImplementation
 from ..interface import AttentionSpec, AttentionTensors
+from ..plan import TreePlan
+from ..plan_tensors import PlanTensors
+from ..validate import expect
 from . import attention, cache_kernels, merge_kernel
 from .config import Config, Key, head_block, tables
+from .numerics import CELL_SIZE
 
 INTERPRETER_ARCH = "sm_90"
 """Whose table the interpreter runs: its 64-row tiles make the fewest loop iterations."""
@@ -38,18 +42,44 @@ def unsupported(spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
     reason = unsupported_device(tensors.q.device)
     if reason is not None:
         return reason
-    arch = device_arch(tensors.q.device)
-    if arch not in tables():
-        return f"implementation 'triton': no table of tile shapes for {arch}, only for {', '.join(sorted(tables()))}"
-    key = config_key(spec, tensors)
-    if tables()[arch].lookup(key) is None:
-        return f"implementation 'triton': the table for {arch} has no entry for {key}"
-    return None
+    found = _find(device_arch(tensors.q.device), config_key(spec, tensors))
+    return found if isinstance(found, str) else None
 
 
 def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None) -> None:
     """See `interface.py`; two launches, no synchronisation. `unsupported` has been asked first."""
     attention.launch(spec, tensors, out, lse, find_config(spec, tensors))
+
+
+def tree_attention(
+    spec: AttentionSpec,
+    tensors: AttentionTensors,
+    plan: TreePlan | PlanTensors,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """See `interface.py`; two launches, no synchronisation, and for a `TreePlan` one copy to each device."""
+    config, cell = find_config(spec, tensors), CELL_SIZE.value
+    made = plan.config
+    expect(made.cell_size == cell, "plan", f"cell_size {cell} for implementation 'triton'", made.cell_size)
+    expect(made.tile_rows <= config.block_m, "plan", f"tile_rows of at most {config.block_m}", made.tile_rows)
+    if isinstance(plan, PlanTensors):
+        attention.launch_plan(spec, tensors, plan, workspace, out, lse, config)
+    elif plan.shares:
+        attention.launch_plan(spec, tensors, plan.to(tensors.q.device), workspace, out, lse, config)
+    else:
+        attention.launch(spec, tensors, out, lse, config)
+
+
+def plan_tile(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int, softcap: bool, device: torch.device
+) -> tuple[int, int]:
+    """See `interface.py`. UnsupportedImplementation where there is no table entry."""
+    require_device(device)
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    config = _lookup(device, Key(head_block(head_dim, v_head_dim), _DTYPE_NAMES[dtype], fp8, softcap))
+    return CELL_SIZE.value, config.block_m
 
 
 def store_kv(
@@ -90,11 +120,22 @@ def config_key(spec: AttentionSpec, tensors: AttentionTensors) -> Key:
 
 def find_config(spec: AttentionSpec, tensors: AttentionTensors) -> Config:
     """The call's table entry; UnsupportedImplementation where there is none."""
-    table = tables().get(device_arch(tensors.q.device))
-    config = table.lookup(config_key(spec, tensors)) if table is not None else None
-    if config is None:
-        raise UnsupportedImplementation(unsupported(spec, tensors) or "implementation 'triton': no table entry")
-    return config
+    return _lookup(tensors.q.device, config_key(spec, tensors))
+
+
+def _lookup(device: torch.device, key: Key) -> Config:
+    found = _find(device_arch(device), key)
+    if isinstance(found, str):
+        raise UnsupportedImplementation(found)
+    return found
+
+
+def _find(arch: str, key: Key) -> Config | str:
+    """An entry, or why there is none."""
+    if arch not in tables():
+        return f"implementation 'triton': no table of tile shapes for {arch}, only for {', '.join(sorted(tables()))}"
+    config = tables()[arch].lookup(key)
+    return config or f"implementation 'triton': the table for {arch} has no entry for {key}"
 
 
 def unsupported_device(device: torch.device) -> str | None:

@@ -35,7 +35,7 @@ def reduce_kernel(
         first = tl.load(row_partials_indptr_ptr + row)
         last = tl.load(row_partials_indptr_ptr + row + 1)
         cells = 1
-        belongs = True
+        belongs = token >= 0  # rows past the plan's own
     else:
         token = tl.program_id(0)
         seq = find_sequence(cu_seqlens_q_ptr, num_seqs, token, GROUP, 0)

@@ -27,6 +27,8 @@ class Variant:
     stages: int
     needs_mma: bool
     """The kernel has a product of at least 16 rows that tensor cores should do."""
+    known_spills: int = 0
+    """Spill instructions that were looked at and lie outside of the tile loop: so many are no problem."""
 
     @property
     def aligned(self) -> set[str]:
@@ -36,14 +38,15 @@ class Variant:
 
 
 def attention_variants(key: Key, config: Config) -> Iterator[Variant]:
-    """The attention kernel of one table entry: plain, with a window, from ragged lists, with a work list.
+    """The attention kernel of one table entry: plain, with a window, over a plan's work list, from ragged lists.
 
     Head sizes are the block itself (no masks) and, once, a size below it (masks).
     """
     for label, head_dim, overrides in (
         ("causal", key.head_block, {}),
         ("window", key.head_block, {"WINDOW": True}),
-        ("work list", key.head_block, {"WORK_LIST": True}),
+        ("plan", key.head_block, {"WORK_LIST": True}),
+        ("plan, window", key.head_block, {"WORK_LIST": True, "WINDOW": True}),
         ("odd sizes", key.head_block - 16, {"WINDOW": True, "INDPTR": True, "GROUP": 3, "BLOCK_SIZE": 48}),
     ):
         constants: dict[str, Any] = {
@@ -68,7 +71,9 @@ def attention_variants(key: Key, config: Config) -> Iterator[Variant]:
         constants |= overrides
         types = argument_types(kernel, constants, pointers)
         tensor_cores = config.precision != "ieee" and config.block_m >= 16
-        yield Variant(label, kernel, types, constants, config.num_warps, config.num_stages, tensor_cores)
+        # One address is kept in local memory from the start of a program to the end of an item.
+        spills = 2 if label == "plan, window" else 0
+        yield Variant(label, kernel, types, constants, config.num_warps, config.num_stages, tensor_cores, spills)
 
 
 def tile_constants(head_dim: int, v_head_dim: int, config: Config) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def tile_constants(head_dim: int, v_head_dim: int, config: Config) -> dict[str, 
 def reduce_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
     """The reduction with everything on, for a few heads a program and for one."""
     kernel = reduce_kernel.reduce_kernel
-    for block_h, work_list in ((1, False), (8, False), (8, True)):
+    for block_h, work_list in ((1, False), (8, False), (1, True), (8, True)):
         constants: dict[str, Any] = {
             "stride_out_dim": 1,
             "GROUP": 4,
@@ -104,7 +109,8 @@ def reduce_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
         floats = ("acc_ptr", "ml_ptr", "lse_ptr", "sinks_ptr", "v_scale_ptr")
         pointers = dict.fromkeys(floats, "*fp32") | {"out_ptr": f"*{dtype}"}
         types = argument_types(kernel, constants, pointers)
-        yield Variant(f"reduce {block_h} heads", kernel, types, constants, reduce_warps(block_h), 3, False)
+        name = f"reduce {block_h} heads{', plan' if work_list else ''}"
+        yield Variant(name, kernel, types, constants, reduce_warps(block_h), 3, False)
 
 
 def cache_variants(head_dim: int, dtype: str) -> Iterator[Variant]:

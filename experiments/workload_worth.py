@@ -1,0 +1,127 @@
+"""For which traffic is a prefix cache worth anything, from agents with tools to batches that share nothing?
+
+Every synthetic workload at its default size through the flat hash and the tree, without a bound. Expected: an agent's
+steps share all that came before and hit nine tenths and more; a batch of unrelated prompts hits nothing, and pays for
+the index all the same, which should be next to nothing.
+
+    python -m experiments.workload_worth
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from experiments.harness import Row, parser, print_table, pyplot
+from experiments.lab import Cell, Data, conduct
+from radixkv.replay import CacheConfig, Replay
+from radixkv.workloads import open_workload
+
+# (cache, block size); a batch of unrelated prompts is "uniform"
+CACHES = (("flat_hash", 16), ("radix", 16), ("flat_hash", 128), ("radix", 128))
+WORKLOADS = (
+    "agent",
+    "tree_of_thought",
+    "self_consistency",
+    "multi_turn",
+    "few_shot",
+    "document_qa",
+    "chat",
+    "embedded",
+    "uniform",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How much of each workload."""
+
+    limit: int | None = 1000
+    seed: int = 0
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a workload."""
+    for name in WORKLOADS:
+        yield name, partial(measure, config, name)
+
+
+def measure(config: Config, name: str) -> list[Row]:
+    """Replays one workload through every cache side by side."""
+    replays = [Replay(CacheConfig(cache, block_size), cache_outputs=True) for cache, block_size in CACHES]
+    for request in open_workload(name, seed=config.seed, limit=config.limit):
+        for replay in replays:
+            replay.feed(request.prompt, request.output, request.namespace)
+    return [
+        {
+            "workload": name,
+            "cache": replay.config.cache,
+            "block_size": replay.config.block_size,
+            "num_requests": replay.num_requests,
+            "num_prompt_tokens": replay.num_prompt_tokens,
+            "hit_rate": replay.hit_rate,
+            "index_ns_per_token": replay.index_ns / replay.num_prompt_tokens,
+        }
+        for replay in replays
+    ]
+
+
+COLUMNS = {
+    "workload": "{workload}",
+    "requests": "{num_requests:,}",
+    "prompt tokens": "{num_prompt_tokens:,}",
+    "cache": "{cache}",
+    "block": "{block_size}",
+    "hit rate": "{hit_rate:.1%}",
+    "index ns/token": "{index_ns_per_token:.0f}",
+}
+
+
+def show(data: Data) -> None:
+    """Prints a line a workload and cache."""
+    print_table("Prompt tokens found, outputs cached too", COLUMNS, data["rows"])
+
+
+def plot(path: Path) -> Path:
+    """Draws the hit rate of each workload, from the JSON alone."""
+    rows = json.loads(path.read_text())["rows"]
+    plt = pyplot()
+    figure, axis = plt.subplots()
+    names = list(dict.fromkeys(row["workload"] for row in rows))
+    for i, (cache, block_size) in enumerate(CACHES):
+        rates = [
+            next(r["hit_rate"] for r in rows if (r["workload"], r["cache"], r["block_size"]) == (n, cache, block_size))
+            for n in names
+        ]
+        axis.bar([at + (i - 1.5) * 0.2 for at in range(len(names))], rates, 0.2, label=f"{cache} {block_size}")
+    axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axis.set(ylabel="hit rate", title="What traffic is worth to a prefix cache")
+    axis.legend()
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
+
+
+def answer(data: Data) -> str:
+    """One sentence, of the tree at blocks of 16."""
+    mine = {row["workload"]: row for row in data["rows"] if (row["cache"], row["block_size"]) == ("radix", 16)}
+    flat = {row["workload"]: row for row in data["rows"] if (row["cache"], row["block_size"]) == ("flat_hash", 16)}
+    costs = [rows["uniform"]["index_ns_per_token"] for rows in (mine, flat)]
+    return (
+        f"Agents with tools find {mine['agent']['hit_rate']:.0%} of their prompt tokens, unrelated prompts "
+        f"{mine['uniform']['hit_rate']:.1%}; for nothing, those pay {costs[0]:.0f} ns a token for the tree and "
+        f"{costs[1]:.0f} for the flat hash with sha256."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parser("workload_worth", __doc__).parse_args(arguments)
+    config = Config(limit=60) if given.smoke else Config()
+    conduct("workload_worth", given.out, config, cells(config), sys.modules[__name__])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Which rows of a step read which KV together: the plans of tree attention, kept up to date from step to step.
+
+Called by `radixkv.runner`. What sequences share is in their block tables, because a prefix cache gives a prefix one
+list of blocks: whatever the scheduler did between two steps (admission, growth, a block replaced by the cache's,
+preemption, a fork, a step withdrawn) shows there, and a table that is not the one of the step before is looked at
+anew. So nobody has to report anything, and nothing can be missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from radixkv_kernels import PlanConfig, TreePlan, TreePlanner, plan_tile
+
+from radixkv.batch import ScheduledSequence
+from radixkv.model.config import ModelConfig
+
+MODES = ("auto", "on", "off")
+AUTO_SAVING = 0.1
+"""Under "auto" a plan is used where it saves this share of the KV tokens that are read without one."""
+
+
+class TreePlans:
+    """The plans of a runner's batches, for each window of the model's layers one.
+
+    Args:
+        config, block_size, dtype, device: as attention will be called with them.
+        mode: "off": never a plan; "on": wherever sequences share a cell; "auto": where that saves enough to pay.
+
+    Attributes:
+        num_planned_steps: steps that ran with a plan, so far.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, block_size: int, dtype: torch.dtype, device: torch.device, mode: str
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"tree_attention: expected one of {MODES}, got {mode!r}")
+        self.mode = mode
+        self.num_planned_steps = 0
+        self._windows = frozenset(config.windows) if mode != "off" else frozenset()
+        tile = plan_tile(dtype, config.head_dim, device=device)
+        self._configs = [
+            PlanConfig(
+                block_size,
+                config.num_q_heads,
+                config.num_kv_heads,
+                cell_size=tile["cell_size"],
+                window=window,
+                tile_rows=tile["tile_rows"],
+                kv_itemsize=dtype.itemsize,
+                min_items=_min_items(device, config.num_kv_heads),
+            )
+            for window in self._windows
+        ]
+        self._planners: list[TreePlanner] = []
+        self._tables: dict[int, np.ndarray] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all sequences; the next step begins anew."""
+        self._planners = [TreePlanner(config) for config in self._configs]
+        self._tables = {}
+
+    def of(
+        self, sequences: Sequence[ScheduledSequence], seq_lens: np.ndarray, cu_seqlens_q: np.ndarray
+    ) -> Mapping[int | None, TreePlan]:
+        """The plans of a batch by window; none where no plan is worth having.
+
+        Args:
+            sequences: of the batch; their tables are not written to any more.
+            seq_lens: [num_seqs] int64, this step's tokens included; cu_seqlens_q: [num_seqs + 1] int64.
+
+        Cost: O(num_seqs) where tables and cells are those of the step before; else as `TreePlanner`.
+        """
+        if self.mode == "off" or len(sequences) < 2:
+            return {}
+        try:
+            self._follow(sequences)
+            if not any(planner.may_share for planner in self._planners):
+                return {}
+            names = [s.sequence_id for s in sequences]
+            plans = {p.config.window: p.plan(names, seq_lens, cu_seqlens_q) for p in self._planners}
+        except BaseException:  # half of an update must not be taken for the whole
+            self.clear()
+            raise
+        least = AUTO_SAVING if self.mode == "auto" else 0.0
+        chosen = {window: plan for window, plan in plans.items() if plan.saving > least}
+        self.num_planned_steps += bool(chosen)
+        return chosen
+
+    def _follow(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Brings the planners up to the tables of these sequences; others are forgotten."""
+        tables = self._tables
+        for sequence in sequences:
+            known = tables.get(sequence.sequence_id)
+            if known is not sequence.block_table:
+                self._update(sequence.sequence_id, known, sequence.block_table)
+        if len(tables) > len(sequences):
+            for name in tables.keys() - {s.sequence_id for s in sequences}:
+                self._remove(name)
+
+    def _update(self, name: int, known: np.ndarray | None, table: np.ndarray) -> None:
+        if known is not None and len(known) <= len(table) and np.array_equal(known, table[: len(known)]):
+            for planner in self._planners:
+                for block in table[len(known) :].tolist():
+                    planner.append(name, block)
+        else:
+            if known is not None:
+                self._remove(name)
+            for planner in self._planners:
+                planner.add(name, table)
+        self._tables[name] = table
+
+    def _remove(self, name: int) -> None:
+        for planner in self._planners:
+            planner.remove(name)
+        del self._tables[name]
+
+
+def _min_items(device: torch.device, num_kv_heads: int) -> int:
+    """Items that fill a device; a CPU works on one after the other."""
+    if device.type != "cuda":
+        return 0
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count // num_kv_heads

@@ -1,0 +1,154 @@
+"""Caps of tenants: nobody evicts everyone, and the counts hold under random operations."""
+
+import random
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.cache.namespace import LoRA, Salt
+from radixkv.cache.radix import RadixCache
+from radixkv.kv_manager import KVManager
+from radixkv.replay import CacheConfig, Replay
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import RandomRun, content_keys
+
+CACHES = {
+    "radix": partial(RadixCache, partial_blocks=False),
+    "radix cost": partial(RadixCache, partial_blocks=False, policy="cost"),
+    "flat_hash": FlatHashCache,
+}
+
+
+class CappedRun(RandomRun):
+    """Random operations; what each tenant holds is counted from what was handed over and not given back."""
+
+    def __init__(self, cache, seed, caps):
+        super().__init__(cache, seed, num_blocks=80)
+        self.caps = caps
+        self.num_given_up = 0
+
+    def check(self):
+        given_up = self.cache.evict(self.cache.num_superseded_blocks).tolist()
+        self.free += given_up
+        self.num_given_up += len(given_up)
+        super().check()
+        pinned = set()
+        for lease, tokens, namespace, *_ in self.live:
+            count = lease.num_tokens // self.cache.block_size
+            pinned.update(content_keys(tokens, namespace, self.cache.block_size)[:count])
+        held = {}
+        for block in set(range(self.num_blocks)) - set(self.free):
+            key = self.contents[block]
+            # content_keys puts (token, part) where a part starts; the outermost salt owns what follows
+            salts = [part.value for token in key for part in parts_in(token) if isinstance(part, Salt)]
+            if salts and key not in pinned:
+                held[salts[0]] = held.get(salts[0], 0) + 1
+        for tenant, count in held.items():
+            assert count <= self.caps.get(tenant, 10**9), (tenant, count)
+
+
+def parts_in(token):
+    while isinstance(token, tuple):
+        token, part = token
+        yield part
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_no_tenant_holds_more_than_its_cap(name, block_size):
+    given_up = 0
+    for seed in range(12):
+        caps = {"a": random.Random(seed).randrange(4), "b": 6}
+        run = CappedRun(CACHES[name](block_size, tenant_caps=caps), seed, caps).run(200)
+        given_up += run.num_given_up
+        run.finish()
+    assert given_up > 8
+
+
+@pytest.mark.parametrize("cache", ["radix", "flat_hash"])
+def test_a_flood_of_one_tenant_leaves_the_others_their_prefixes(cache):
+    def rest_of_quiet(cap):
+        replay = Replay(CacheConfig(cache, 16, num_blocks=200, tenant_cap=cap))
+        quiet = list(range(50_000, 50_000 + 640))
+        replay.feed(quiet, namespace=Salt("quiet"))
+        for i in range(200):
+            replay.feed(list(range(1000 * i, 1000 * i + 320)), namespace=Salt("loud"))
+        replay.manager.check()
+        return replay.feed(quiet, namespace=Salt("quiet"))
+
+    assert rest_of_quiet(None) == 0
+    assert rest_of_quiet(100) >= 624
+
+
+def test_what_stands_before_the_salt_is_nobodys_and_a_lora_is_no_tenant():
+    cache = RadixCache(1, tenant_caps=2)
+    manager = KVManager(cache, 100)
+
+    def serve(tokens, namespace):
+        one = manager.begin(tokens, namespace)
+        manager.grow(one, len(tokens))
+        manager.publish(one, tokens)
+        manager.commit()
+        manager.end(one)
+        manager.check()
+
+    serve([1, 2, 3, 4, 5, 6, 7, 8], Salt("a", start=4))
+    assert cache.peek([1, 2, 3, 4]) == 4
+    assert cache.peek([1, 2, 3, 4, 5, 6, 7, 8], Salt("a", start=4)) == 6
+    serve(list(range(100, 120)), LoRA("a"))
+    assert cache.peek(list(range(100, 120)), LoRA("a")) == 20
+    assert cache.sizes.evictable == 26 and manager.allocator.num_free == 74
+
+
+def test_what_runs_is_not_counted_and_goes_over_the_cap_when_it_ends():
+    cache = RadixCache(1, tenant_caps={"a": 3})
+    manager = KVManager(cache, 50)
+    one = manager.begin(list(range(20)), Salt("a"))
+    manager.grow(one, 20)
+    manager.publish(one, list(range(20)))
+    manager.commit()
+    assert cache.sizes.pinned == 20
+    manager.end(one)
+    assert cache.sizes == (0, 3) and manager.allocator.num_free == 47
+    assert cache.peek(list(range(20)), Salt("a")) == 3  # tail first
+
+
+@pytest.mark.parametrize("caps", [-1, 1.5, {"a": -2}, {"a": True}])
+def test_bad_caps_are_named(caps):
+    for make in (RadixCache, FlatHashCache):
+        with pytest.raises(ValueError, match="tenant_caps"):
+            make(16, tenant_caps=caps)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caps_count_rightly_after_a_reset_with_leases_held(name):
+    rng = random.Random(5)
+    cache = CACHES[name](1, tenant_caps=6)
+    free, held = list(range(200)), []
+    for _ in range(300):
+        tenant = Salt(rng.choice("ab"))
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+        lease = cache.acquire(tokens, tenant)
+        rest = tokens[lease.num_tokens :]
+        taken = [free.pop() for _ in rest]
+        duplicates = cache.insert(lease, rest, taken)
+        assert not len(duplicates)
+        cache.commit()
+        held.append(lease)
+        while len(held) > 3:
+            cache.release(held.pop(rng.randrange(len(held))))
+        if rng.random() < 0.1:
+            free += cache.reset(rng.choice([None, Salt("a")])).block_ids.tolist()
+        free += cache.evict(cache.num_superseded_blocks).tolist()
+        cache.check()
+        assert sum(cache.sizes) + len(free) == 200
+    for lease in held:
+        cache.release(lease)
+    free += cache.reset().block_ids.tolist()
+    free += cache.evict(200).tolist()
+    cache.check()
+    assert sorted(free) == list(range(200))

@@ -1,0 +1,78 @@
+"""The policies' experiments: replayed blocks hit what replayed tokens hit, and the shapes are those of the paper."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from experiments import cache_aware_scheduling, eviction
+from experiments.paper_workloads import PAPER_WORKLOADS
+from experiments.trace_sets import EMBEDDED, requests_of
+from radixkv.replay import CacheConfig, Replay
+from radixkv.tokens import num_common_tokens
+
+CONFIG = eviction.Config(trace=(EMBEDDED,), limit=250)
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return eviction.load(EMBEDDED, CONFIG)
+
+
+@pytest.mark.parametrize(("name", "cache", "policy"), [("lru", "radix", "lru"), ("flat_hash", "flat_hash", "lru")])
+def test_blocks_hit_what_tokens_hit(embedded, name, cache, policy):
+    paths, sessions = embedded
+    num_blocks = paths.pool_blocks(0.3)
+    found = Replay(
+        CacheConfig(cache, 64, partial_blocks=False, num_blocks=num_blocks, policy=policy), cache_outputs=True
+    )
+    for request in requests_of(EMBEDDED, 250):
+        found.feed(request.prompt, request.output)
+    hits = eviction.replay(name, paths, sessions, num_blocks, 256)
+    assert hits == found.num_cached_tokens > 0
+    assert hits <= paths.eviction_bound(num_blocks)
+
+
+def test_the_queue_helps_and_stays_below_the_bound(embedded):
+    paths, sessions = embedded
+    num_blocks = paths.pool_blocks(0.3)
+    for prefix, base in (("", "lru"), ("flat_hash ", "flat_hash")):
+        lru = eviction.replay(base, paths, sessions, num_blocks, 64)
+        aware = eviction.replay(f"{prefix}queue_aware", paths, sessions, num_blocks, 64)
+        assert lru < aware <= paths.eviction_bound(num_blocks)
+
+
+def test_the_verdict_leaves_out_who_loses_somewhere():
+    row = {"trace": "a", "gap": 0.3, "lru": 0.5, "lfu": 0.7, "fifo": 0.5, "cost": 0.5, "probation": 0.52}
+    row["queue_aware closes"] = 0.3
+    worse = row | {"trace": "b", "lfu": 0.49, "queue_aware closes": 0.1}
+    narrow = row | {"trace": "c", "gap": 0.01, "probation": 0.1}
+    found = eviction.verdict([row, worse, narrow])
+    assert found["best_history"] == "probation" and found["num_wide"] == 2
+    assert found["queue_aware closes"] == {"a": 0.3, "b": 0.1} and found["num_traces_closed"] == 1
+
+
+@pytest.mark.parametrize("name", PAPER_WORKLOADS)
+def test_paper_workloads_share_what_they_say(name):
+    requests = list(PAPER_WORKLOADS[name](np.random.default_rng(0)))
+    again = list(PAPER_WORKLOADS[name](np.random.default_rng(0)))
+    assert requests == again and len(requests) >= 300
+    assert all(request.output for request in requests)
+    best, num_unique = cache_aware_scheduling.optimum(requests, requests[0].session is not None)
+    assert 0.3 < best < 1 and num_unique > 1000
+
+
+def test_hellaswag_has_two_levels():
+    requests = sorted(PAPER_WORKLOADS["hellaswag"](np.random.default_rng(0)), key=lambda request: request.prompt)
+    common = [num_common_tokens(a.prompt, b.prompt) for a, b in itertools.pairwise(requests)]
+    assert sum(count >= 2_030 for count in common) >= 890 and min(common) >= 2_000
+
+
+def test_an_order_reaches_no_more_than_the_optimum():
+    requests, has_turns = cache_aware_scheduling.load("skeleton of thought", cache_aware_scheduling.Config())
+    requests = requests[:120]
+    best, _ = cache_aware_scheduling.optimum(requests, has_turns)
+    config = cache_aware_scheduling.Config()
+    rows = [cache_aware_scheduling.serve(requests, has_turns, name, 400, config) for name in ("random", "depth")]
+    assert rows[0]["hit_rate"] < rows[1]["hit_rate"] <= best + 1e-9
+    assert all(row["ttft_p99_ms"] > row["ttft_p50_ms"] > 0 for row in rows)
