@@ -225,7 +225,7 @@ def deploy(
         router: a name of `radixkv.routing.policies.ROUTERS`; None: Serve's own, which looks at queues alone.
         router_options: of the router.
         num_cpus, num_gpus: of each replica.
-        name: of the application.
+        name: of the application. With another router take another name: Serve keeps to the one that a name began with.
         engine: options of `Engine.from_pretrained`.
     """
     config = RequestRouterConfig()

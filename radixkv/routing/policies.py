@@ -7,7 +7,6 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from radixkv.cache.base import check_count
 from radixkv.cache.events import Event
 from radixkv.cache.namespace import Namespace
 from radixkv.routing.index import FleetIndex
@@ -166,8 +165,7 @@ class CacheAware(_Indexed):
 
     Args:
         balance: weight of a token of past work against one to be computed now.
-        slack: by what share of the mean, and by how many
-        slack_tokens: besides (about what a step computes), a replica may be ahead before
+        slack: by what share of the mean a replica may be ahead before
         pressure: is the weight of each further token of work.
     """
 
@@ -177,15 +175,13 @@ class CacheAware(_Indexed):
         *,
         balance: float = 0.05,
         slack: float = 0.2,
-        slack_tokens: int = 2048,
         pressure: float = 1.75,
         **index: Any,
     ) -> None:
         for name, value in (("balance", balance), ("slack", slack), ("pressure", pressure)):
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-        self._balance, self._pressure = balance, pressure
-        self._slack, self._slack_tokens = slack, check_count("slack_tokens", slack_tokens)
+        self._balance, self._slack, self._pressure = balance, slack, pressure
         super().__init__(replicas, **index)
 
     def _best(self, num_tokens: int, matched: list[int]) -> Replica:
@@ -195,7 +191,7 @@ class CacheAware(_Indexed):
             for replica in self._replicas.values():
                 replica.work_tokens /= 2
             mean /= 2
-        limit = mean * (1 + self._slack) + self._slack_tokens
+        limit = mean * (1 + self._slack)
         best, least = self._open[0], float("inf")
         for replica in self._open:
             work = replica.work_tokens

@@ -151,7 +151,7 @@ def test_a_system_prompt_longer_than_half_of_most_prompts():
             users[i] = [*users[i], *(rng.randrange(10**6) for _ in range(150))]
             fleet.serve(users[i])
             alone.serve(users[i])
-    assert fleet.load_ratio() < 1.35  # a fifth and 2,048 tokens ahead cost nothing yet
+    assert fleet.load_ratio() < 1.25
     assert fleet.hit_rate() > 0.97 * alone.hit_rate()
 
 

@@ -43,7 +43,7 @@ def store(cache, *token_ids):
 
 
 def poll_until(subscriber, condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "nothing came"
         subscriber.poll(0.05)
@@ -62,6 +62,18 @@ def test_a_latecomer_and_what_goes_on(cache):
         cache.evict(2)
         publisher.flush()
         poll_until(subscriber, lambda: len(held.hashes) == 2)
+    publisher.close()
+
+
+def test_a_batch_that_nothing_comes_after_is_asked_for(cache):
+    publisher = ZmqPublisher(EventLog(cache))
+    held = Held()
+    with ZmqSubscriber(held, publisher.endpoint, publisher.replay_endpoint, ask_every_s=0.05) as subscriber:
+        subscriber._sub.close()  # nothing comes of itself
+        subscriber._sub = subscriber._context.socket(subscriber._sub.socket_type)
+        store(cache, 1, 2, 3)
+        publisher.flush()
+        poll_until(subscriber, lambda: len(held.hashes) == 3)
     publisher.close()
 
 
