@@ -70,7 +70,7 @@ def test_a_batch_that_nothing_comes_after_is_asked_for(cache):
     held = Held()
     with ZmqSubscriber(held, publisher.endpoint, publisher.replay_endpoint, ask_every_s=0.05) as subscriber:
         subscriber._sub.close()  # nothing comes of itself
-        subscriber._sub = subscriber._context.socket(subscriber._sub.socket_type)
+        subscriber._sub = subscriber._context.socket(subscriber._sub.type)
         store(cache, 1, 2, 3)
         publisher.flush()
         poll_until(subscriber, lambda: len(held.hashes) == 3)
