@@ -131,11 +131,19 @@ def test_the_router_forgets_who_is_gone(monkeypatch):
         router.update_replicas([a, b])
         router.update_replicas([a, b])
         pending = [
-            SimpleNamespace(args=(list(range(i, 40)), PARAMS), metadata=SimpleNamespace(internal_request_id=str(i)))
+            SimpleNamespace(
+                args=(list(range(i, 40)), PARAMS),
+                metadata=SimpleNamespace(internal_request_id=str(i), request_id=f"r{i}"),
+            )
             for i in range(6)
         ]
         chosen = [await router.choose_replicas([a, b], each) for each in pending]
         assert {each[0][0].replica_id.unique_id for each in chosen} == {"a", "b"}
+        queued = sum(replica.queued_tokens for replica in router._router.replicas)
+        router.prefilled("r1", 0)
+        router.prefilled("r1", 0)
+        router.prefilled("another router's", 0)
+        assert sum(replica.queued_tokens for replica in router._router.replicas) == queued - 39
         router.on_request_completed(a.replica_id, "0")
         router.on_request_completed(a.replica_id, "0")
         assert len(router._assignments) == 5
