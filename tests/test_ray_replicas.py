@@ -152,3 +152,28 @@ def test_the_router_forgets_who_is_gone(monkeypatch):
         assert [(await router.choose_replicas([b], each))[0][0] for each in pending] == [b] * 6
 
     asyncio.run(run())
+
+
+def test_a_replica_that_tells_nonsense_is_routed_to_all_the_same(monkeypatch):
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
+
+    class Nonsense:
+        is_open = True
+
+        def poll(self):
+            raise ValueError("payload: expected msgpack")
+
+        def close(self):
+            self.is_open = False
+
+    async def run():
+        router = PrefixRouter(deployment_id=DeploymentID("x"), handle_source=DeploymentHandleSource.REPLICA)
+        router.initialize_state(block_size=4)
+        router.update_replicas([FakeReplica("a")])
+        router._subscribers["a"] = bad = Nonsense()
+        name = SimpleNamespace(internal_request_id="1", request_id="r1")
+        request = SimpleNamespace(args=([1, 2, 3], PARAMS), metadata=name)
+        assert await router.choose_replicas([FakeReplica("a")], request)
+        assert not bad.is_open and not router._subscribers
+
+    asyncio.run(run())
