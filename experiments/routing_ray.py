@@ -153,8 +153,14 @@ def run(num_replicas: int, out: Path, *, smoke: bool = False) -> None:
             console.print(f"{title}: starting {num_replicas} replicas")
             share = ray.cluster_resources()["CPU"] / (num_replicas + 1)
             cpus = min(1.0, share)
+            name = f"radixkv-{router or 'default'}"  # a handle of an application's name keeps the router it began with
             handle = deploy(
-                "tiny_gpt", num_replicas=num_replicas, router=router, num_cpus=cpus, num_blocks=config.num_blocks
+                "tiny_gpt",
+                num_replicas=num_replicas,
+                router=router,
+                num_cpus=cpus,
+                name=name,
+                num_blocks=config.num_blocks,
             )
             short = Config(num_replicas, num_conversations=4, num_turns=1, seed=config.seed + 1)
             asyncio.run(converse(handle, short, "first calls"))  # of everything
@@ -162,7 +168,7 @@ def run(num_replicas: int, out: Path, *, smoke: bool = False) -> None:
             answers, records = asyncio.run(converse(handle, config, title))
             rows.append(summarize(title, config, records, time.perf_counter() - started))
             assert answers == expected, f"{title}: other tokens than one engine's"
-            serve.delete("radixkv")
+            serve.delete(name)
     finally:
         serve.shutdown()
         ray.shutdown()

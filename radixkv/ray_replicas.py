@@ -14,6 +14,7 @@ Needs Ray (`pip install radixkv[replicas]`). With many handles, each has a route
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from radixkv.cache.events import AllBlocksCleared
 from radixkv.cache.namespace import Namespace
 from radixkv.engine import Engine
 from radixkv.request import SamplingParams
@@ -35,6 +37,8 @@ from radixkv.routing.policies import make_router
 from radixkv.routing.router import Assignment
 from radixkv.routing.stream import EventLog
 from radixkv.routing.zmq import ZmqPublisher, ZmqSubscriber
+
+logger = logging.getLogger(__name__)
 
 IDLE_FLUSH_S = 0.2  # a replica that has nothing to do looks for snapshots asked of it so often
 STATS_PERIOD_S = 0.5
@@ -172,6 +176,16 @@ class PrefixRouter(RequestRouter):
         if name in self._subscribers:
             self._subscribers.pop(name).close()
 
+    def _listen(self) -> None:
+        """Takes in what replicas have told. Whose events can't be read is heard again after Serve's next word."""
+        for name, subscriber in tuple(self._subscribers.items()):
+            try:
+                subscriber.poll()
+            except ValueError:
+                logger.exception("events of replica %s", name)
+                self._subscribers.pop(name).close()
+                self._router.apply(name, AllBlocksCleared())
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
@@ -180,8 +194,7 @@ class PrefixRouter(RequestRouter):
         token_ids, _, *namespace = pending_request.args
         candidates = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         with self._lock:
-            for subscriber in self._subscribers.values():
-                subscriber.poll()
+            self._listen()
             self._finish(pending_request.metadata.internal_request_id)  # chosen before, and refused
             assignment = self._router.route(token_ids, *namespace)
             self._assignments[pending_request.metadata.internal_request_id] = assignment
@@ -225,7 +238,7 @@ def deploy(
         router: a name of `radixkv.routing.policies.ROUTERS`; None: Serve's own, which looks at queues alone.
         router_options: of the router.
         num_cpus, num_gpus: of each replica.
-        name: of the application.
+        name: of the application. With another router take another name: Serve keeps to the one that a name began with.
         engine: options of `Engine.from_pretrained`.
     """
     config = RequestRouterConfig()

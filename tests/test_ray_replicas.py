@@ -131,16 +131,49 @@ def test_the_router_forgets_who_is_gone(monkeypatch):
         router.update_replicas([a, b])
         router.update_replicas([a, b])
         pending = [
-            SimpleNamespace(args=(list(range(i, 40)), PARAMS), metadata=SimpleNamespace(internal_request_id=str(i)))
+            SimpleNamespace(
+                args=(list(range(i, 40)), PARAMS),
+                metadata=SimpleNamespace(internal_request_id=str(i), request_id=f"r{i}"),
+            )
             for i in range(6)
         ]
         chosen = [await router.choose_replicas([a, b], each) for each in pending]
         assert {each[0][0].replica_id.unique_id for each in chosen} == {"a", "b"}
+        queued = sum(replica.queued_tokens for replica in router._router.replicas)
+        router.prefilled("r1", 0)
+        router.prefilled("r1", 0)
+        router.prefilled("another router's", 0)
+        assert sum(replica.queued_tokens for replica in router._router.replicas) == queued - 39
         router.on_request_completed(a.replica_id, "0")
         router.on_request_completed(a.replica_id, "0")
         assert len(router._assignments) == 5
         router.update_replicas([b])
         assert [replica.name for replica in router._router.replicas] == ["b"]
         assert [(await router.choose_replicas([b], each))[0][0] for each in pending] == [b] * 6
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_tells_nonsense_is_routed_to_all_the_same(monkeypatch):
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
+
+    class Nonsense:
+        is_open = True
+
+        def poll(self):
+            raise ValueError("payload: expected msgpack")
+
+        def close(self):
+            self.is_open = False
+
+    async def run():
+        router = PrefixRouter(deployment_id=DeploymentID("x"), handle_source=DeploymentHandleSource.REPLICA)
+        router.initialize_state(block_size=4)
+        router.update_replicas([FakeReplica("a")])
+        router._subscribers["a"] = bad = Nonsense()
+        name = SimpleNamespace(internal_request_id="1", request_id="r1")
+        request = SimpleNamespace(args=([1, 2, 3], PARAMS), metadata=name)
+        assert await router.choose_replicas([FakeReplica("a")], request)
+        assert not bad.is_open and not router._subscribers
 
     asyncio.run(run())

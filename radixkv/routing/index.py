@@ -8,7 +8,7 @@ A match is one walk down a tree of all replicas, at each node a memcmp and an `a
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -126,10 +126,15 @@ class FleetIndex:
         self.tree.place(slot, self.tree.root, key[: len(key) - len(key) % self.tree.width], None, ())
         self.tree.trim(slot)
 
-    def expire(self, before_s: float) -> None:
-        """Forgets what no replica has used since a time. O(what is forgotten * log)."""
-        for slot, held in self.tree.held.items():
-            if held.heap and held.heap[0][0] < before_s:
+    def expire(self, before_s: float, names: Collection[str] | None = None) -> None:
+        """Forgets what has not been used since a time. O(replicas + what is forgotten * log).
+
+        Args:
+            names: only of these replicas.
+        """
+        for name, slot in self._slots.items():
+            heap = self.tree.held[slot].heap
+            if heap and heap[0][0] < before_s and (names is None or name in names):
                 self.tree.expire(slot, before_s)
 
     # ---- feeding it events

@@ -7,7 +7,6 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from radixkv.cache.base import check_count
 from radixkv.cache.events import Event
 from radixkv.cache.namespace import Namespace
 from radixkv.routing.index import FleetIndex
@@ -76,14 +75,14 @@ class ConsistentHash(Router):
 class _Indexed(Router):
     """A router that knows what is cached where.
 
-    From events, if they come (`apply`), and from what is in flight, which no event tells of yet; or, with
-    `follows_events=False`, from all that was sent, which decays.
+    From events, once they come (`apply`), and from what is in flight, which no event tells of yet; of a replica that
+    has told of nothing so far, and with `follows_events=False` of each, from all that was sent, which decays.
 
     Args:
         block_size: of the replicas' caches.
         follows_events: whether `apply` will be called with the events of each replica.
         max_blocks: remembered of each replica; about its pool, where nothing else says what it has evicted.
-        max_age_s: what was sent is forgotten after so long unused, without events.
+        max_age_s: what was sent where no event tells is forgotten after so long unused; None: never.
 
     Attributes:
         held: what events told; None without.
@@ -100,12 +99,11 @@ class _Indexed(Router):
         max_age_s: float | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        if follows_events and max_age_s is not None:
-            raise ValueError("max_age_s: expected None with follows_events, as the events tell what is gone")
         self._max_age_s = max_age_s
         self._turn = self._num_slots = 0
         self.held = FleetIndex(block_size, max_blocks=max_blocks, clock=clock) if follows_events else None
-        self.sent = FleetIndex(block_size, max_blocks=None if follows_events else max_blocks, clock=clock)
+        self.sent = FleetIndex(block_size, max_blocks=max_blocks, clock=clock)
+        self._heard_of: set[str] = set()  # replicas that have told of something
         self._indexes = [self.sent] if self.held is None else [self.sent, self.held]
         super().__init__(replicas, clock=clock)
 
@@ -118,6 +116,7 @@ class _Indexed(Router):
 
     def remove_replica(self, name: str) -> list[Assignment]:
         lost = super().remove_replica(name)
+        self._heard_of.discard(name)
         for index in self._indexes:
             index.remove_replica(name)
         return lost
@@ -125,23 +124,25 @@ class _Indexed(Router):
     def apply(self, name: str, event: Event) -> None:
         if self.held is not None:
             self.held.apply(name, event)
+            self._heard_of.add(name)
 
     def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
-        if self.held is not None:
-            # Who is looked at costs more than who is forgotten, so not each time; a claim too long is a detour at most.
-            self._turn += 1
-            if not self._in_flight:
-                self.sent.expire(now_s)
-            elif self._turn % EXPIRE_EVERY == 0:
-                self.sent.expire(next(iter(self._in_flight)).routed_s)
-        elif self._max_age_s is not None:
-            self.sent.expire(now_s - self._max_age_s)
+        # Who is looked at costs more than who is forgotten, so not each time; a claim too long is a detour at most.
+        self._turn += 1
+        if not self._in_flight or self._turn % EXPIRE_EVERY == 0:
+            self._expire(now_s)
         matched = [0] * self._num_slots
         for index in self._indexes:
             _fill(matched, index.match(key, namespace))
         replica = self._best(len(key) // TOKEN_BYTES, matched)
         self.sent.add(replica.name, key, namespace)
         return replica, matched[replica.slot]
+
+    def _expire(self, now_s: float) -> None:
+        oldest = next(iter(self._in_flight), None)
+        self.sent.expire(now_s if oldest is None else oldest.routed_s, self._heard_of)
+        if self._max_age_s is not None:
+            self.sent.expire(now_s - self._max_age_s)
 
     def _best(self, num_tokens: int, matched: list[int]) -> Replica:
         raise NotImplementedError
@@ -164,8 +165,7 @@ class CacheAware(_Indexed):
 
     Args:
         balance: weight of a token of past work against one to be computed now.
-        slack: by what share of the mean, and by how many
-        slack_tokens: besides (about what a step computes), a replica may be ahead before
+        slack: by what share of the mean a replica may be ahead before
         pressure: is the weight of each further token of work.
     """
 
@@ -175,15 +175,13 @@ class CacheAware(_Indexed):
         *,
         balance: float = 0.05,
         slack: float = 0.2,
-        slack_tokens: int = 2048,
         pressure: float = 1.75,
         **index: Any,
     ) -> None:
         for name, value in (("balance", balance), ("slack", slack), ("pressure", pressure)):
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-        self._balance, self._pressure = balance, pressure
-        self._slack, self._slack_tokens = slack, check_count("slack_tokens", slack_tokens)
+        self._balance, self._slack, self._pressure = balance, slack, pressure
         super().__init__(replicas, **index)
 
     def _best(self, num_tokens: int, matched: list[int]) -> Replica:
@@ -193,7 +191,7 @@ class CacheAware(_Indexed):
             for replica in self._replicas.values():
                 replica.work_tokens /= 2
             mean /= 2
-        limit = mean * (1 + self._slack) + self._slack_tokens
+        limit = mean * (1 + self._slack)
         best, least = self._open[0], float("inf")
         for replica in self._open:
             work = replica.work_tokens

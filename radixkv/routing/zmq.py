@@ -9,6 +9,7 @@ Needs pyzmq and msgspec (`pip install radixkv[replicas]`).
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -95,12 +96,22 @@ class ZmqSubscriber:
         apply: called with each event, within `poll`.
         endpoint, replay_endpoint: the publisher's; without a replay, a gap loses all from before it.
         topic: only batches whose topic begins so.
+        ask_every_s: whether anything was missed shows when the next batch comes, which may be long; so it is asked for.
+        clock: seconds.
     """
 
     def __init__(
-        self, apply: Callable[[Event], None], endpoint: str, replay_endpoint: str | None = None, *, topic: str = ""
+        self,
+        apply: Callable[[Event], None],
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        ask_every_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         zmq = _zmq()
+        self._ask_every_s, self._clock = ask_every_s, clock
         self.follower = Follower(apply)
         self._topic = topic.encode()
         self._context = zmq.Context()
@@ -125,6 +136,8 @@ class ZmqSubscriber:
     def poll(self, timeout_s: float = 0.0) -> int:
         """Applies what has arrived; waits for it up to timeout_s. Returns the number of batches received."""
         zmq = _zmq()
+        if self._replay is not None and self._clock() - self._asked_s >= self._ask_every_s:
+            self._ask()
         poller = zmq.Poller()
         poller.register(self._sub, zmq.POLLIN)
         if self._replay is not None:
@@ -156,7 +169,7 @@ class ZmqSubscriber:
             self._ask()
 
     def _ask(self) -> None:
-        self._is_asking = True
+        self._is_asking, self._asked_s = True, self._clock()
         self._replay.send_multipart((b"", self.follower.expected.to_bytes(8, "big")))
 
     def close(self) -> None:

@@ -183,6 +183,26 @@ def test_a_publisher_that_began_anew_is_noticed():
     assert (index.num_blocks("a"), follower.num_duplicates) == (1, 1)
 
 
+def test_too_far_ahead_the_missing_are_given_up():
+    index, texts = FleetIndex(4), Texts(random.Random(3), 4)
+    index.add_replica("a")
+    engine = Engine(CACHES[0], 4, 40)
+    follower = Follower(partial(index.apply, "a"), max_ahead=5)
+    batches = []
+    while len(batches) < 12:
+        engine.serve(*texts.next())
+        if numbered := engine.log.flush():
+            batches.append(numbered)
+    follower.receive(*batches[0])
+    assert [follower.receive(*numbered) for numbered in batches[2:7]] == [1] * 5
+    assert follower.receive(*batches[7]) is None  # a sixth: goes on from what is there, claiming nothing from before
+    assert (follower.expected, follower.is_behind) == (8, False)
+    for text, namespace in texts.seen:
+        assert index.num_matched("a", text, namespace) <= engine.num_cached(text, namespace)
+    assert follower.receive(*batches[1]) is None
+    assert follower.num_duplicates == 1
+
+
 def stored(tokens, parent=None, namespace=None, start=0, block_size=1):
     hasher = BlockHasher("sha256_cbor", block_size)
     found = parts(namespace)
