@@ -179,7 +179,7 @@ class ShadowMachine(RuleBasedStateMachine):
 
     @rule(
         like=st.integers(0, 5),
-        keep=st.sampled_from([60, 60, 45, 33, 17, 16, 5, 1, 0]),
+        keep=st.sampled_from([90, 90, 90, 45, 33, 17, 16, 5, 0]),
         more=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20),
         namespace=st.sampled_from(NAMESPACES),
         max_tokens=st.sampled_from([1, 2, 5, 12, 24]),
@@ -199,10 +199,12 @@ class ShadowMachine(RuleBasedStateMachine):
         self.texts = [*self.texts[-5:], (tokens, generation.samples[0].token_ids)]
         self.asked[name] = (generation, tokens, namespace, params)
 
-    @rule(count=st.integers(1, 4))
+    @precondition(lambda self: self.engine.has_unfinished_requests)
+    @rule(count=st.sampled_from([1, 1, 2, 4, 40]))
     def step(self, count):
         for _ in range(count):
-            self.one_step()
+            if self.engine.has_unfinished_requests:
+                self.one_step()
 
     def one_step(self):
         try:

@@ -36,8 +36,8 @@ FAULTS = [
     ),
     Fault(
         "what this very step computes is copied from",
-        "if child.fresh < len(child.blocks) // BLOCK_ID_BYTES:",
-        "if True:",
+        "if common and child.fresh < child.num_blocks:",
+        "if common:",
     ),
     Fault(
         "an advance keeps the partial match behind it",
