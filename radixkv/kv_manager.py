@@ -36,7 +36,7 @@ class KVManager:
     """
 
     def __init__(self, cache: PrefixCache, num_blocks: int | None = None) -> None:
-        if num_blocks == 0:
+        if num_blocks is not None and check_count("num_blocks", num_blocks) == 0:
             raise ValueError("num_blocks: expected an int >= 1 or None, got 0")
         self.cache = cache
         self.allocator = BlockAllocator(num_blocks)
@@ -360,7 +360,7 @@ class KVManager:
             raise CacheCorruption(f"violated: free + private + pinned + evictable == {total}, got {sizes}")
 
     def _check_held(self, sequence: SequenceBlocks) -> None:
-        if self._sequences.get(id(sequence)) is not sequence:
+        if sequence is None or self._sequences.get(id(sequence)) is not sequence:
             raise ValueError("sequence: expected one that this manager began and that has not ended")
 
     def _check_committed(self, sequence: SequenceBlocks) -> None:

@@ -204,6 +204,6 @@ def make_order(name: str, seed: int = 0) -> Order:
     Raises:
         ValueError: there is none.
     """
-    if name not in ORDERS:
+    if not isinstance(name, str) or name not in ORDERS:
         raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {name!r}")
     return ORDERS[name](seed)

@@ -9,6 +9,9 @@ import numpy as np
 
 from radixkv.cache.namespace import Namespace
 
+# Of one request; more is a mistake that would take the machine's memory before anything could refuse it.
+MAX_SAMPLES = 16_384
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -46,9 +49,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check("n", self.n, "an int >= 1", _is_int(self.n) and self.n >= 1)
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, () if value is None else tuple(value))
+            except (TypeError, RuntimeError):  # no sequence, or a tensor that is not on the CPU
+                raise ValueError(f"{name}: expected a sequence or None, got {value!r}") from None
+        _check("n", self.n, f"an int in 1..{MAX_SAMPLES}", _is_int(self.n) and 1 <= self.n <= MAX_SAMPLES)
         _check("temperature", self.temperature, "a number >= 0", _is_number(self.temperature) and self.temperature >= 0)
         _check("top_k", self.top_k, "an int >= 0", _is_int(self.top_k) and self.top_k >= 0)
         _check("top_p", self.top_p, "0 < top_p <= 1", _is_number(self.top_p) and 0 < self.top_p <= 1)
@@ -58,6 +65,7 @@ class SamplingParams:
         is_text = all(isinstance(text, str) and text for text in self.stop)
         _check("stop", self.stop, "strings that are not empty", is_text)
         _check("stop_token_ids", self.stop_token_ids, "ints", all(_is_int(token) for token in self.stop_token_ids))
+        _check("ignore_eos", self.ignore_eos, "True or False", isinstance(self.ignore_eos, bool))
         is_count = self.logprobs is None or (_is_int(self.logprobs) and self.logprobs >= 0)
         _check("logprobs", self.logprobs, "an int >= 0 or None", is_count)
 
@@ -155,7 +163,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def _check(name: str, value: Any, expected: str, holds: bool) -> None:

@@ -38,7 +38,10 @@ def pack(token_ids: TokenIds) -> bytes:
         if len(token_ids) % TOKEN_BYTES:
             raise ValueError(f"token_ids: expected a multiple of {TOKEN_BYTES} packed bytes, got {len(token_ids)}")
         return token_ids
-    array = np.asarray(token_ids)
+    try:
+        array = np.asarray(token_ids)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or a tensor that is not on the CPU
+        raise ValueError(f"token_ids: expected integers, got {type(token_ids).__name__} ({error})") from None
     if array.ndim != 1:
         raise ValueError(f"token_ids: expected one dimension, got shape {array.shape}")
     if not array.size:

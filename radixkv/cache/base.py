@@ -266,7 +266,7 @@ def pack_unchecked(block_ids: Any, num_blocks: int) -> bytes:
     else:
         try:
             packed = pack(block_ids[:num_blocks])
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, IndexError, KeyError) as error:
             raise ValueError(f"block_ids: {str(error).removeprefix('token_ids: ')}") from None
     if len(packed) != TOKEN_BYTES * num_blocks:
         raise ValueError(f"block_ids: expected at least {num_blocks}, got {len(packed) // TOKEN_BYTES}")

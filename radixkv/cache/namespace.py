@@ -52,22 +52,40 @@ def parts(namespace: Namespace | None) -> tuple[Part, ...]:
     """Returns the parts of a namespace, by where they start.
 
     Raises:
-        ValueError: something that is no LoRA, Salt or Media, one with a negative start, or a Media without a token.
+        ValueError: something that is no LoRA, Salt or Media, or one with a field of a wrong type or range.
     """
     if namespace is None:
         return ()
     found = namespace if isinstance(namespace, tuple) else (namespace,)
     for part in found:
-        if not isinstance(part, LoRA | Salt | Media):
-            raise ValueError(f"namespace: expected LoRA, Salt or Media, or a tuple of them, got {part!r}")
-        if isinstance(part.start, bool) or not isinstance(part.start, int) or part.start < 0:
-            raise ValueError(f"namespace: expected an int start >= 0, got {part!r}")
-        name = part.name if isinstance(part, LoRA) else part.value if isinstance(part, Salt) else part.digest
-        if not isinstance(name, str):
-            raise ValueError(f"namespace: expected a str to name it, got {part!r}")
-        if isinstance(part, Media) and part.length < 1:
-            raise ValueError(f"namespace: expected length >= 1, got {part!r}")
+        _check(part)
     return tuple(sorted(found, key=lambda part: (part.start, type(part).__name__, repr(part))))
+
+
+def _check(part: Part) -> None:
+    if not isinstance(part, LoRA | Salt | Media):
+        raise ValueError(f"namespace: expected LoRA, Salt or Media, or a tuple of them, got {part!r}")
+    counts = (part.start, part.version if isinstance(part, LoRA) else part.length if isinstance(part, Media) else 0)
+    for count, least in zip(counts, (0, 1 if isinstance(part, Media) else 0), strict=True):
+        if type(count) is not int or count < least:
+            raise ValueError(f"namespace: expected an int >= {least}, got {count!r} in {part!r}")
+    for name in (part.name, part.path) if isinstance(part, LoRA) else (_name(part),):
+        if not isinstance(name, str) or not _is_text(name):
+            raise ValueError(f"namespace: expected a str of whole characters, got {name!r} in {part!r}")
+
+
+def _name(part: Salt | Media) -> str:
+    return part.value if isinstance(part, Salt) else part.digest
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be encoded: half a surrogate pair can't, and would fail in the middle of hashing."""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    return True
 
 
 def kinds(namespace: Namespace | None) -> frozenset[Part]:
