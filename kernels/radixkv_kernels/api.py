@@ -82,7 +82,7 @@ def paged_attention(
 
     Mutates `out` and `workspace`. Cost: O(rows * visible keys * num_q_heads * head_dim); reads each sequence's KV once.
     """
-    device = q.device
+    device = checks.device_of("q", q)
     checks.check_tensor("q", q, (None, None, None), checks.FLOAT_DTYPES, device)
     checks.check_caches(k_cache, v_cache, (q.dtype, checks.FP8), device)
     num_tokens, num_q_heads, head_dim = q.shape
@@ -127,7 +127,7 @@ def paged_attention(
         block_ids=lists.block_ids,
         block_indptr=lists.block_indptr,
         seq_lens=lists.seq_lens,
-        cu_seqlens_q=cu_seqlens_q.to(torch.int32).contiguous(),
+        cu_seqlens_q=checks.as_int32(cu_seqlens_q).contiguous(),
         sinks=checks.normalise_per_head("sinks", sinks, num_q_heads, device),
         alibi_slopes=checks.normalise_per_head("alibi_slopes", alibi_slopes, num_q_heads, device),
         k_scale=checks.normalise_scale("k_scale", k_scale, num_kv_heads, device),
@@ -194,8 +194,10 @@ def store_kv(
 
     Raises ValueError naming the argument. Cost: O(num_tokens * num_kv_heads * head_dim).
     """
-    device = k_cache.device
+    device = checks.device_of("k_cache", k_cache)
     checks.check_caches(k_cache, v_cache, (*checks.FLOAT_DTYPES, checks.FP8), device)
+    checks.check_written("k_cache", k_cache)
+    checks.check_written("v_cache", v_cache)
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     checks.check_tensor("k", k, (None, num_kv_heads, head_dim), checks.FLOAT_DTYPES, device)
     checks.check_tensor("v", v, (k.shape[0], num_kv_heads, v_cache.shape[3]), (k.dtype,), device)
@@ -235,8 +237,10 @@ def copy_blocks(
 
     Raises ValueError naming the argument. Cost: O(sum of num_tokens * num_kv_heads * head_dim).
     """
-    device = k_cache.device
+    device = checks.device_of("k_cache", k_cache)
     checks.check_caches(k_cache, v_cache, (*checks.FLOAT_DTYPES, checks.FP8), device)
+    checks.check_written("k_cache", k_cache)
+    checks.check_written("v_cache", v_cache)
     num_blocks, block_size = k_cache.shape[:2]
     checks.check_tensor("src_blocks", src_blocks, (None,), checks.INT_DTYPES, device)
     checks.check_tensor("dst_blocks", dst_blocks, tuple(src_blocks.shape), checks.INT_DTYPES, device)
@@ -270,8 +274,7 @@ def merge_states(
     Returns (out, lse [num_tokens, num_heads] float32). All parts empty: 0 and -inf. One not empty: that one, bit for
     bit. Raises ValueError naming the argument. Cost: O(size of outs).
     """
-    outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
-    lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
+    outs, lses = checks.stacked("outs", outs), checks.stacked("lses", lses)
     device = outs.device
     checks.check_tensor("outs", outs, (None, None, None, None), checks.FLOAT_DTYPES, device)
     num_states, num_tokens, num_heads, v_head_dim = outs.shape

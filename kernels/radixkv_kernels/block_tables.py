@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .validate import INT_DTYPES, check_tensor, expect
+from .validate import INT_DTYPES, as_int32, check_tensor, expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ def from_table(block_table: Tensor, seq_lens: Tensor, device: torch.device) -> B
     check_tensor("block_table", block_table, (None, None), INT_DTYPES, device)
     num_seqs, max_blocks = block_table.shape
     check_tensor("seq_lens", seq_lens, (num_seqs,), INT_DTYPES, device)
-    table = block_table.to(torch.int32)
+    table = as_int32(block_table)
     if max_blocks > 1 and table.stride(1) != 1:
         table = table.contiguous()
     stride = table.stride(0) if num_seqs > 1 else max_blocks
     length = (num_seqs - 1) * stride + max_blocks if num_seqs and max_blocks else 0
     flat = table.as_strided((length,), (1,))
-    return BlockLists(flat, None, stride, max_blocks, seq_lens.to(torch.int32).contiguous())
+    return BlockLists(flat, None, stride, max_blocks, as_int32(seq_lens).contiguous())
 
 
 def from_indices(
@@ -52,7 +52,7 @@ def from_indices(
     expect(kv_indptr.numel() >= 1, "kv_indptr", "at least one entry", 0)
     check_tensor("kv_indices", kv_indices, (None,), INT_DTYPES, device)
     check_tensor("last_block_len", last_block_len, (kv_indptr.numel() - 1,), INT_DTYPES, device)
-    indptr = kv_indptr.to(torch.int32).contiguous()
+    indptr = as_int32(kv_indptr).contiguous()
     counts = indptr[1:] - indptr[:-1]
     max_blocks = kv_indices.numel()
     if validate:
@@ -62,5 +62,5 @@ def from_indices(
         bad = (counts > 0) & ((last_block_len < 1) | (last_block_len > block_size))
         expect(not bool(bad.any()), "last_block_len", f"values in [1, {block_size}]", last_block_len.tolist())
         max_blocks = int(counts.max()) if counts.numel() else 0
-    seq_lens = torch.where(counts > 0, (counts - 1) * block_size + last_block_len, 0).to(torch.int32)
-    return BlockLists(kv_indices.to(torch.int32).contiguous(), indptr, 0, max_blocks, seq_lens)
+    seq_lens = as_int32(torch.where(counts > 0, (counts - 1) * block_size + last_block_len, 0))
+    return BlockLists(as_int32(kv_indices).contiguous(), indptr, 0, max_blocks, seq_lens)

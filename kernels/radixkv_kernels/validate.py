@@ -6,6 +6,8 @@ CPU tensors, or on any with `validate=True`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,38 @@ def expect(ok: bool, name: str, expected: str, got: object) -> None:
         raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def device_of(name: str, tensor: Tensor) -> torch.device:
+    """Where a tensor is; raises ValueError for what is no tensor, or a sparse one."""
+    expect(isinstance(tensor, Tensor), name, "a tensor", type(tensor).__name__)
+    expect(tensor.layout == torch.strided, name, "a dense tensor", tensor.layout)
+    return tensor.device
+
+
+def check_written(name: str, tensor: Tensor) -> None:
+    """What a call writes to: every element has a place of its own, and nobody wants a gradient of it."""
+    shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    expect(not shared, name, "strides above 0, as it is written to", tensor.stride())
+    expect(not tensor.requires_grad, name, "requires_grad=False, as it is written to", True)
+
+
+def stacked(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
+    """A tensor as it is; a sequence of equal tensors as one."""
+    if isinstance(states, Tensor):
+        return states
+    expect(isinstance(states, Sequence) and len(states) > 0, name, "a tensor or a sequence of them", states)
+    for state in states:
+        expect(device_of(name, state) == states[0].device, name, f"device {states[0].device}", state.device)
+        expect(state.shape == states[0].shape, name, f"shape {list(states[0].shape)}", list(state.shape))
+    return torch.stack(list(states))
+
+
+def as_int32(values: Tensor) -> Tensor:
+    """Ids and lengths as int32. What does not fit becomes the largest that does, out of any range, and not small."""
+    if values.dtype == torch.int32:
+        return values
+    return values.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+
+
 def check_tensor(
     name: str,
     tensor: Tensor,
@@ -33,7 +67,7 @@ def check_tensor(
     device: torch.device,
 ) -> None:
     """Type, rank, sizes (None: any), dtype, device."""
-    expect(isinstance(tensor, Tensor), name, "a tensor", type(tensor).__name__)
+    device_of(name, tensor)
     fits = tensor.dim() == len(shape) and all(
         want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
     )
@@ -41,6 +75,8 @@ def check_tensor(
     expect(fits, name, f"shape {wanted}", list(tensor.shape))
     expect(tensor.dtype in dtypes, name, " or ".join(str(d) for d in dtypes), tensor.dtype)
     expect(tensor.device == device, name, f"device {device}", tensor.device)
+    wants_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    expect(not wants_gradient, name, "torch.no_grad() around the call, as there is no backward pass", "requires_grad")
 
 
 def check_caches(k_cache: Tensor, v_cache: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
