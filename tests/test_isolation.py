@@ -17,7 +17,7 @@ from radixkv.cache.radix import RadixCache
 from radixkv.engine import Engine
 from radixkv.kv_manager import KVManager
 from radixkv.request import SamplingParams
-from radixkv.scheduler import Scheduler
+from radixkv.scheduler import Scheduler, SchedulerConfig
 
 CACHES = {
     "radix": RadixCache,
@@ -139,6 +139,20 @@ def test_a_reset_while_requests_run(engine, namespace):
     sizes = engine.scheduler.manager.sizes
     assert sizes.private == sizes.pinned == 0
     assert hits(engine, Salt("a")) >= 44  # of the late one
+
+
+def test_a_fork_of_who_ran_before_a_reset_is_not_found_either(engine):
+    scheduler = Scheduler(KVManager(engine.scheduler.manager.cache, 200), SchedulerConfig(max_num_batched_tokens=16))
+    engine = Engine(ShadowRunner(scheduler), scheduler)
+    many = engine.generation(engine.add_request(PROMPT, SamplingParams(max_tokens=30, n=3)))
+    engine.step()
+    engine.reset_cache()  # in the middle of its prompt, before it is forked
+    while not many.is_finished:
+        engine.step()
+        scheduler.manager.check()
+    text = PROMPT + many.samples[0].token_ids
+    assert scheduler.manager.cache.peek(text) == 0
+    assert hits(engine, None, text) == 0
 
 
 def sha256_cbor(block_size):

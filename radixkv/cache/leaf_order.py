@@ -42,7 +42,7 @@ class LeafOrder:
         else:
             heappush(self._heap, (rank, node.entry, node))
         if len(queue) + len(self._heap) > 2 * self._num_leaves + 64:
-            self._sweep()
+            self.sweep()
 
     def remove(self, node: Node) -> None:
         """Takes a leaf out; it must be in."""
@@ -65,7 +65,8 @@ class LeafOrder:
         """Returns all leaves, the first first. O(leaves log leaves)."""
         return [node for _, entry, node in sorted((*self._queue, *self._heap)) if node.entry == entry]
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Lets go of the leaves that have left. O(entries)."""
         self._queue = deque(item for item in self._queue if item[2].entry == item[1])
         self._heap = [item for item in self._heap if item[2].entry == item[1]]
         heapify(self._heap)

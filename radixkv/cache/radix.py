@@ -290,6 +290,8 @@ class RadixCache:
             blocks = self.tree.forget(top)
             given_up += blocks[0]
             kept += blocks[1]
+        self._sweep()
+        self.tree.leaves.sweep()
         if self._events.active:
             if namespace is None:
                 self._events.cleared()

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 SCRIPTS = ("tests/test_shadow_engine.py::test_random_scripts",)
 MANAGER = ("tests/test_kv_manager.py", "-k", "not every_row_read")
+ISOLATION = ("tests/test_isolation.py",)
 ENGINE = ("tests/test_fault_injection.py", "tests/test_engine.py")
 
 
@@ -139,7 +140,7 @@ FAULTS = [
         "kinds(lease.namespace))\n        forgotten = ",
         "kinds(lease.namespace)) and False\n        forgotten = ",
     ),
-    Fault("a fork of who ran before a reset publishes", "        lease.is_stale = is_stale\n", ""),
+    Fault("a fork of who ran before a reset publishes", "        lease.is_stale = is_stale\n", "", ISOLATION),
     Fault(
         "what was forgotten becomes evictable, and found",
         "        if node.is_forgotten:\n            self.superseded",

@@ -1,0 +1,185 @@
+"""Is anything lost or kept that should not be, over 100,000 requests? The whole engine, without a model.
+
+Tenants that come once, prompts that share, preemption, failing steps, aborts and resets, on a pool that is always full.
+Expected: after every request has ended no block is private or pinned; memory is flat from the first tenth on; what
+tracemalloc finds allocated after the last tenth and not before it is nothing that grows.
+
+    python -m experiments.endurance            100,000 requests, a few minutes
+    python -m experiments.endurance --smoke    3,000
+"""
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.harness import Row, console, parser, print_table, progress, pyplot, save
+from radixkv.batch import ScheduledBatch
+from radixkv.cache.namespace import Salt
+from radixkv.engine import Engine
+from radixkv.kv_manager import BlockCopy, KVManager
+from radixkv.replay import CacheConfig
+from radixkv.request import SamplingParams
+from radixkv.scheduler import Scheduler, SchedulerConfig
+
+VOCABULARY = 1000
+
+
+@dataclass(frozen=True)
+class Config:
+    num_requests: int = 100_000
+    num_samples: int = 10  # of memory, over the run
+    num_blocks: int = 60
+    seed: int = 7
+
+
+class NoModel:
+    """In place of the runner: the same token for everybody, and each 50th forward pass fails."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, max_positions=100_000)
+        self.num_calls = 0
+
+    def forward(self, batch: ScheduledBatch) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls % 50 == 0:
+            raise MemoryError("planted")
+        logits = torch.zeros(sum(item.needs_logits for item in batch.sequences), VOCABULARY)
+        logits[:, 7] = 1.0
+        return logits
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        pass
+
+
+class Traffic:
+    """Adds requests and steps, so that about 24 are always under way."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.rng = np.random.default_rng(seed)
+        self.shared = self.rng.integers(0, VOCABULARY, (40, 96)).tolist()
+        self.num_added = 0
+
+    def serve(self, count: int) -> None:
+        """Serves so many requests to their ends."""
+        for _ in range(count):
+            number, (group, length, own, kind) = (
+                self.num_added,
+                self.rng.integers(0, (40, 96, VOCABULARY, 100)).tolist(),
+            )
+            namespace = Salt(f"tenant {number}") if kind < 30 else None
+            params = SamplingParams(max_tokens=1 + number % 30, n=1 + 2 * (kind == 99))
+            name = self.engine.add_request(
+                [*self.shared[group][:length], own, number % 997], params, namespace=namespace
+            )
+            self.num_added += 1
+            if kind == 50:
+                self.engine.abort(name)
+            if number % 9973 == 9972:
+                self.engine.reset_cache(namespace)
+            while len(self.engine.stepper.generations) >= 24:
+                self.engine.step()
+        while self.engine.has_unfinished_requests:
+            self.engine.step()
+
+
+def run(cache: str, block_size: int, config: Config) -> tuple[list[Row], list[str]]:
+    """Serves the requests; returns memory over time, and what tracemalloc found kept by the last tenth."""
+    manager = KVManager(CacheConfig(cache, block_size).make(), config.num_blocks * 16 // block_size)
+    scheduler = Scheduler(manager, SchedulerConfig(512, 32, max_overtakes=64))
+    runner: Any = NoModel()
+    engine = Engine(runner, scheduler)
+    traffic = Traffic(engine, config.seed)
+    rows: list[Row] = []
+    part = config.num_requests // config.num_samples
+    before = None
+    with progress(f"{cache} {block_size}", config.num_requests) as bar:
+        for index in range(config.num_samples):
+            is_last = index == config.num_samples - 1
+            if is_last:  # the same state before and after: nothing cached
+                tracemalloc.start()
+                traffic.serve(part // 4)
+                before = snapshot(engine)
+            began = time.process_time()
+            traffic.serve(part - part // 4 if is_last else part)
+            sizes = manager.sizes
+            manager.check()
+            assert sizes.private == sizes.pinned == 0 and not engine.stepper.generations
+            rows.append(
+                {
+                    "cache": f"{cache} {block_size}",
+                    "requests": traffic.num_added,
+                    "resident_mib": int(Path("/proc/self/statm").read_text().split()[1]) / 256,
+                    "num_objects": len(gc.get_objects()),
+                    "seconds": time.process_time() - began,
+                    "hit_rate": engine.metrics.num_hit_tokens / engine.metrics.num_prompt_tokens,
+                    "num_preemptions": engine.metrics.num_preemptions,
+                    "num_failed_steps": engine.metrics.num_failed_steps,
+                }
+            )
+            bar.advance(bar.task_ids[0], part)
+    assert before is not None
+    grown = [d for d in snapshot(engine).compare_to(before, "lineno") if d.size_diff > 0]
+    tracemalloc.stop()
+    kept = sum(difference.size_diff for difference in grown)
+    per_request = kept / (part - part // 4)
+    return rows, [f"{kept:,} bytes in all, {per_request:.2f} a request", *map(str, grown[:5])]
+
+
+def snapshot(engine: Engine) -> tracemalloc.Snapshot:
+    """What this package has allocated, with nothing cached."""
+    engine.reset_cache()
+    gc.collect()
+    return tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/radixkv/*")])
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    plt = pyplot()
+    figure, axis = plt.subplots()
+    for name in dict.fromkeys(row["cache"] for row in rows):
+        some = [row for row in rows if row["cache"] == name]
+        axis.plot([row["requests"] for row in some], [row["resident_mib"] for row in some], "o-", label=name)
+    axis.set(xlabel="requests served", ylabel="resident memory, MiB", ylim=(0, None))
+    axis.legend()
+    figure.savefig(path)
+
+
+COLUMNS = {
+    "cache": "{cache}",
+    "requests": "{requests:,}",
+    "resident MiB": "{resident_mib:.1f}",
+    "objects": "{num_objects:,}",
+    "CPU s": "{seconds:.1f}",
+    "hit rate": "{hit_rate:.1%}",
+    "preemptions": "{num_preemptions:,}",
+    "failed steps": "{num_failed_steps:,}",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser("endurance", __doc__, "endurance.json and endurance.png")
+    options.add_argument("--smoke", action="store_true", help="3,000 requests")
+    given = options.parse_args(arguments)
+    config = Config(3000, 3) if given.smoke else Config()
+    rows: list[Row] = []
+    kept: dict[str, list[str]] = {}
+    for cache, block_size in (("radix", 16), ("radix", 1), ("flat_hash", 16)):
+        more, kept[f"{cache} {block_size}"] = run(cache, block_size, config)
+        rows += more
+    print_table(f"{config.num_requests:,} requests a cache, none lost", COLUMNS, rows)
+    for name, found in kept.items():
+        console.print(f"{name}: kept by the last requests: {'; '.join(found)}", highlight=False)
+    console.print(save(given.out, "endurance", asdict(config), rows, kept=kept), highlight=False)
+    plot(rows, given.out / "endurance.png")
+
+
+if __name__ == "__main__":
+    main()
