@@ -5,7 +5,6 @@ from typing import NamedTuple
 SCRIPTS = ("tests/test_shadow_engine.py::test_random_scripts",)
 MANAGER = ("tests/test_kv_manager.py", "-k", "not every_row_read")
 ISOLATION = ("tests/test_isolation.py",)
-ENGINE = ("tests/test_fault_injection.py", "tests/test_engine.py")
 
 
 class Fault(NamedTuple):
@@ -167,13 +166,13 @@ FAULTS = [
         "an abort ends a later request of that id",
         "if self._generations.get(generation.request.request_id) is generation:",
         "if self._generations.get(generation.request.request_id) is not None:",
-        ENGINE,
+        ("tests/test_fault_injection.py::test_an_abort_that_comes_too_late",),
     ),
     Fault(
         "sampling that fails takes others' numbers",
         "            for sample, state in zip(every, states, strict=True):\n                _restore(sample, state)\n",
         "            pass\n",
-        ENGINE,
+        ("tests/test_fault_injection.py", "-k", "sampling_that_fails"),
     ),
     Fault(
         "copies run in the first layer alone",
