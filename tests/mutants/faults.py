@@ -24,8 +24,8 @@ FAULTS = [
     ),
     Fault(
         "a pinned leaf stays in the order of eviction",
-        "self.leaves.remove(node)\n        while True:\n            node.pins += 1\n",
-        "pass\n        while True:\n            node.pins += 1\n",
+        "            self.leave_leaves(node)\n        while True:\n            node.pins += 1\n",
+        "            pass\n        while True:\n            node.pins += 1\n",
     ),
     Fault("a release does not unpin", "        self.tree.unpin(node, stamp=stamp)\n", "        pass\n"),
     Fault(
@@ -108,7 +108,7 @@ FAULTS = [
     ),
     # ---- scheduling
     Fault(
-        "a sequence of this step is preempted", "[other for other in later if other.step != self._step]", "list(later)"
+        "a sequence of this step is preempted", "[other for other in later if other.step != self.step]", "list(later)"
     ),
     Fault(
         "a preempted sequence believes its KV is there",
@@ -125,8 +125,8 @@ FAULTS = [
     ),
     Fault(
         "a step counts as computed before it has run",
-        "        sequence.step, sequence.target = self._step, end\n",
-        "        sequence.step, sequence.target = self._step, end\n        sequence.num_computed = end\n",
+        "        sequence.step, sequence.target = self.step, end\n",
+        "        sequence.step, sequence.target = self.step, end\n        sequence.num_computed = end\n",
     ),
     # ---- resets
     Fault(
