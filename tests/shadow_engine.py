@@ -211,6 +211,8 @@ class ShadowMachine(RuleBasedStateMachine):
             stats = self.engine.step()
         except KeyboardInterrupt:
             self.count("interrupts", 1)
+        except WrongRead as error:
+            raise AssertionError(str(error)) from None
         else:
             self.count("hits", stats.num_hit_tokens)
             self.count("preemptions", stats.num_preemptions)
