@@ -1,4 +1,4 @@
-"""Good traces, damaged as files get damaged: a TraceError with file and line, or the same requests; never less, silently."""
+"""Good traces, damaged as files get damaged: an error with file and line, or the same requests; never fewer."""
 
 import json
 import tracemalloc
@@ -54,7 +54,11 @@ def test_the_same_requests_however_lines_end(scratch, kind, how):
     wanted = read(scratch)
     assert wanted
     scratch.write_bytes(SAME[how](lines_of(kind)))
-    assert read(scratch) == wanted
+    found = read(scratch)
+    if kind in ("mooncake", "azure"):  # no text: fresh tokens for each line of the file, by its number
+        wanted = [(len(prompt), len(output)) for prompt, output in wanted]
+        found = [(len(prompt), len(output)) for prompt, output in found]
+    assert found == wanted
 
 
 @pytest.mark.parametrize("kind", GOOD)
