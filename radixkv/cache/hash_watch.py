@@ -13,12 +13,16 @@ from radixkv.cache.watch import Rank, Watch
 
 
 class _Chain:
-    """The hashes of a watch: those known so far, and the rest, which are made when they are needed."""
+    """The hashes of a watch: those known so far, and the rest, which are made when they are needed.
 
-    __slots__ = ("hashes", "num_held", "rest")
+    It ends before a hash that it has already: digests that are cut short collide within one request.
+    """
+
+    __slots__ = ("hashes", "num_held", "rest", "seen")
 
     def __init__(self, rest: Iterator[bytes]) -> None:
         self.hashes: list[bytes] = []
+        self.seen: set[bytes] = set()
         self.rest = rest
         self.num_held = 0
 
@@ -26,8 +30,10 @@ class _Chain:
         """Returns the first hash that is not held; None after the last full block."""
         if self.num_held == len(self.hashes):
             found = next(self.rest, None)
-            if found is None:
+            if found is None or found in self.seen:
+                self.rest = iter(())
                 return None
+            self.seen.add(found)
             self.hashes.append(found)
         return self.hashes[self.num_held]
 
