@@ -30,6 +30,7 @@ from radixkv.request import SamplingParams
 from radixkv.scheduler import Scheduler, SchedulerConfig
 
 VOCABULARY = 1000
+CACHES = ("radix:16", "radix:1", "flat_hash:16")
 
 
 @dataclass(frozen=True)
@@ -167,17 +168,18 @@ COLUMNS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("endurance", __doc__, "endurance.json and endurance.png")
     options.add_argument("--smoke", action="store_true", help="3,000 requests")
+    options.add_argument("--caches", nargs="+", default=CACHES, metavar="CACHE:BLOCK_SIZE", help=f"{', '.join(CACHES)}")
     given = options.parse_args(arguments)
     config = Config(3000, 3) if given.smoke else Config()
     rows: list[Row] = []
     kept: dict[str, list[str]] = {}
-    for cache, block_size in (("radix", 16), ("radix", 1), ("flat_hash", 16)):
-        more, kept[f"{cache} {block_size}"] = run(cache, block_size, config)
+    for name in given.caches:  # saved and shown one by one: the whole takes minutes
+        cache, _, block_size = name.partition(":")
+        more, kept[name] = run(cache, int(block_size), config)
         rows += more
-    print_table(f"{config.num_requests:,} requests a cache, none lost", COLUMNS, rows)
-    for name, found in kept.items():
-        console.print(f"{name}: kept by the last requests: {'; '.join(found)}", highlight=False)
-    console.print(save(given.out, "endurance", asdict(config), rows, kept=kept), highlight=False)
+        print_table(f"{config.num_requests:,} requests, none lost", COLUMNS, more)
+        console.print(f"{name}: kept by the last requests: {'; '.join(kept[name])}", highlight=False)
+        console.print(save(given.out, "endurance", asdict(config), rows, kept=kept), highlight=False)
     plot(rows, given.out / "endurance.png")
 
 

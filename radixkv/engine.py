@@ -4,8 +4,8 @@
     for output in engine.generate(["Once upon a time", "Once upon a hill"], SamplingParams(max_tokens=20)):
         print(output.outputs[0].text, output.num_cached_tokens)
 
-One thread steps the engine. `add_request` and `abort` may be called from any other: what they say is taken in at the
-next step.
+One thread steps the engine at a time. `add_request`, `abort`, `reset_cache` and `metrics.text()` may be called from any
+other: requests and aborts are taken in at the next step, a reset waits for the one under way (see ARCHITECTURE.md).
 """
 
 from __future__ import annotations

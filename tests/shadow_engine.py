@@ -174,6 +174,7 @@ class ShadowMachine(RuleBasedStateMachine):
         scheduler = Scheduler(self.manager, SchedulerConfig(budget, max_num_seqs, order, max_overtakes))
         self.runner = ShadowRunner(scheduler)
         self.engine = Engine(self.runner, scheduler)
+        self.has_failed = False
         self.texts = [([(i * i) % VOCABULARY for i in range(36)], [])]
         self.asked = {}  # by id: (generation, tokens, namespace, params)
 
@@ -207,16 +208,20 @@ class ShadowMachine(RuleBasedStateMachine):
                 self.one_step()
 
     def one_step(self):
+        self.has_failed = True  # until it is known that it has not: no use in going on then
         try:
             stats = self.engine.step()
         except KeyboardInterrupt:
             self.count("interrupts", 1)
+        except WrongRead as error:
+            raise AssertionError(str(error)) from None
         else:
             self.count("hits", stats.num_hit_tokens)
             self.count("preemptions", stats.num_preemptions)
             self.count("evictions", stats.num_evicted_blocks)
             self.count("errors", stats.num_failed)
         self.owners_add_up()
+        self.has_failed = False
 
     @precondition(lambda self: self.engine.has_unfinished_requests)
     @rule(index=st.integers(0, 30))
@@ -253,7 +258,7 @@ class ShadowMachine(RuleBasedStateMachine):
         assert self.manager.sizes.num_blocks == self.num_blocks
 
     def teardown(self):
-        if not hasattr(self, "manager"):
+        if not hasattr(self, "manager") or self.has_failed:
             return
         for _ in range(3000):
             if not self.engine.has_unfinished_requests:

@@ -169,6 +169,20 @@ def test_a_detokenizer_that_fails_ends_its_own_request(model, wanted):
         engine.tokenizer.detokenizer = detokenizer
 
 
+def test_an_abort_that_comes_too_late(model, wanted):
+    """Said while the request's last step ran, it is not meant for the next request of that id."""
+    engine = make_engine(model)
+    engine.add_request(PROMPTS[0], SamplingParams(max_tokens=1), request_id="x")
+    engine.stepper.on_logits = lambda sequence, row: engine.abort("x")
+    engine.step()
+    engine.stepper.on_logits = None
+    engine.add_request(PROMPTS[0], PARAMS[0], request_id="x")
+    generation = engine.generation("x")
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert [output.token_ids for output in generation.output().outputs] == wanted[0][0]
+
+
 def test_cancellation_at_every_await(model, wanted):
     """One of three streams is cancelled after k turns of the loop, for every k until it ends by itself."""
 

@@ -12,6 +12,7 @@ import torch
 
 from radixkv.model.config import ModelConfig
 from radixkv.model.presets import PRESETS, RandomTensors, byte_tokenizer
+from radixkv.model.reading import reading
 from radixkv.model.tokenizer import Tokenizer
 from radixkv.model.weights import Model, TensorSource, assemble
 
@@ -72,12 +73,15 @@ def _opened(source: str | Path, seed: int | None) -> tuple[ModelConfig, TensorSo
         from radixkv.model.vocabulary_files import tokenizer_of_folder
 
         config = read_hf_config(path)
-        return config, HfFiles(path), tokenizer_of_folder(path, config.bos_token_id)
+        tensors = HfFiles(path)
+        with reading(path):
+            return config, tensors, tokenizer_of_folder(path, config.bos_token_id)
     if path.is_file() and path.suffix == ".gguf":
         from radixkv.model.gguf import GgufFile, GgufTensors, gguf_config
         from radixkv.model.vocabulary_files import tokenizer_of_gguf
 
         file = GgufFile(path)
-        config = gguf_config(file)
-        return config, GgufTensors(file, config), tokenizer_of_gguf(file)
+        with reading(path):
+            config = gguf_config(file)
+            return config, GgufTensors(file, config), tokenizer_of_gguf(file)
     raise ValueError(f"source: expected a preset ({', '.join(PRESETS)}), a folder or a .gguf file, got {source}")

@@ -20,6 +20,11 @@ class Llama3Scaling:
     original_max_positions: int
 
 
+# Beyond any model: a file that says more is wrong, and must not make us allocate by what it says.
+MAX_SIZE = 2**27
+MAX_LAYERS = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding.
@@ -35,6 +40,13 @@ class RopeConfig:
     linear_factor: float = 1.0
     llama3: Llama3Scaling | None = None
     divisors: tuple[float, ...] | None = None
+
+
+def check_size(name: str, value: int, most: int = MAX_SIZE) -> int:
+    """Returns value; raises ValueError that names it unless it is an int in 1..most."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"{name}: expected a number >= 1 (and at most {most}), got {value!r}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +92,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_size("num_layers", self.num_layers, MAX_LAYERS)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a number >= 1, got {getattr(self, name)}")
+            check_size(name, getattr(self, name))
+        for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope.theta", self.rope.theta)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+        for token in (*self.eos_token_ids, 0 if self.bos_token_id is None else self.bos_token_id):
+            if type(token) is not int or not 0 <= token < MAX_SIZE:
+                raise ValueError(f"bos_token_id, eos_token_ids: expected ids of tokens, got {token!r}")
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads: expected a multiple of {self.num_kv_heads} KV heads, got {self.num_q_heads}"

@@ -15,7 +15,8 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
-from radixkv.model.config import ModelConfig, RopeConfig
+from radixkv.model.config import MAX_LAYERS, ModelConfig, RopeConfig, check_size
+from radixkv.model.reading import reading
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _NAMES = {
@@ -43,8 +44,10 @@ class GgufFile:
     """An open file: its key-value fields and its tensors. Opening parses all fields: seconds for a large vocabulary."""
 
     def __init__(self, path: Path) -> None:
-        self._reader = GGUFReader(path)
-        self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.path = path
+        with reading(path):
+            self._reader = GGUFReader(path)
+            self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field as Python values, lists for arrays."""
@@ -69,7 +72,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     kind = file.require("general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(f"general.architecture: supported are {', '.join(ARCHITECTURES)}, got {kind!r}")
-    num_layers = file.require(f"{kind}.block_count")
+    num_layers = check_size(f"{kind}.block_count", file.require(f"{kind}.block_count"), MAX_LAYERS)
     num_q_heads = file.require(f"{kind}.attention.head_count")
     hidden_size = file.require(f"{kind}.embedding_length")
     head_dim = file.get(f"{kind}.attention.key_length", hidden_size // num_q_heads)
@@ -120,6 +123,7 @@ class GgufTensors:
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._config = config
+        self._path = file.path
         self._tensors = {_hf_name(name): tensor for name, tensor in file.tensors.items() if name != _ROPE_DIVISORS}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,7 +133,8 @@ class GgufTensors:
     def read(self, name: str) -> Tensor:
         """float32. O(size of the tensor)."""
         tensor = self._tensors[name]
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+        with reading(self._path):
+            values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32"))
         if self._config.architecture == "llama":
             if ".q_proj." in name:
                 return _by_halves(values, self._config.num_q_heads)

@@ -5,12 +5,12 @@ The forms differ in `rope_theta` + `rope_scaling` against `rope_parameters`, and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from radixkv.model.config import Llama3Scaling, ModelConfig, RopeConfig
+from radixkv.model.config import MAX_LAYERS, Llama3Scaling, ModelConfig, RopeConfig, check_size
+from radixkv.model.reading import json_object, reading
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -40,12 +40,13 @@ def read_hf_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: expected a model folder with a config.json, found none")
-    values = json.loads(path.read_text())
+    values = json_object(path)
     generation = folder / "generation_config.json"
-    if generation.is_file():
-        more = json.loads(generation.read_text()).get("eos_token_id")
-        values["eos_token_id"] = sorted({*_ids(values.get("eos_token_id")), *_ids(more)})
-    return hf_config(values)
+    with reading(path):
+        if generation.is_file():
+            more = json_object(generation).get("eos_token_id")
+            values["eos_token_id"] = sorted({*_ids(values.get("eos_token_id")), *_ids(more)})
+        return hf_config(values)
 
 
 def hf_config(values: Mapping[str, Any]) -> ModelConfig:
@@ -56,7 +57,7 @@ def hf_config(values: Mapping[str, Any]) -> ModelConfig:
             are), or a value that is missing or does not fit.
     """
     architecture = _architecture(values)
-    num_layers = _required(values, "num_hidden_layers")
+    num_layers = check_size("num_hidden_layers", _required(values, "num_hidden_layers"), MAX_LAYERS)
     num_q_heads = _required(values, "num_attention_heads")
     hidden_size = _required(values, "hidden_size")
     head_dim = values.get("head_dim") or _DEFAULT_HEAD_DIM.get(architecture)
@@ -64,7 +65,7 @@ def hf_config(values: Mapping[str, Any]) -> ModelConfig:
         if hidden_size % num_q_heads:
             raise ValueError(f"hidden_size: expected a multiple of {num_q_heads} heads, got {hidden_size}; no head_dim")
         head_dim = hidden_size // num_q_heads
-    attention_bias = bool(values.get("attention_bias", False)) if architecture in ("llama", "qwen3") else False
+    attention_bias = _flag(values, "attention_bias") if architecture in ("llama", "qwen3") else False
     activation = values.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_act: expected one of {sorted(_ACTIVATIONS)}, got {activation!r}")
@@ -84,9 +85,9 @@ def hf_config(values: Mapping[str, Any]) -> ModelConfig:
         windows=_windows(values, architecture, num_layers),
         qkv_bias=attention_bias or architecture == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(values.get("mlp_bias", False)) and architecture == "llama",
+        mlp_bias=_flag(values, "mlp_bias") and architecture == "llama",
         qk_norm=architecture == "qwen3",
-        tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tied_embeddings=_flag(values, "tie_word_embeddings"),
         activation=_ACTIVATIONS[activation],
         dtype=str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch."),
         bos_token_id=values.get("bos_token_id"),
@@ -108,7 +109,14 @@ def _architecture(values: Mapping[str, Any]) -> str:
 def _required(values: Mapping[str, Any], name: str) -> int:
     if values.get(name) is None:
         raise ValueError(f"{name}: expected it in config.json, found none")
-    return int(values[name])
+    return check_size(name, values[name])
+
+
+def _flag(values: Mapping[str, Any], name: str) -> bool:
+    value = values.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}: expected true or false, got {value!r}")
+    return bool(value)
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+
+from radixkv.model.reading import json_object, reading
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -25,7 +26,7 @@ class HfFiles:
         if (folder / _INDEX).is_file():
             self._open_indexed(folder)
         elif (folder / _SINGLE).is_file():
-            file = safe_open(folder / _SINGLE, framework="pt")
+            file = _opened(folder / _SINGLE)
             self._file_of = dict.fromkeys(file.keys(), file)
         else:
             pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
@@ -33,11 +34,18 @@ class HfFiles:
             raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX}, found {found}")
 
     def _open_indexed(self, folder: Path) -> None:
-        names = json.loads((folder / _INDEX).read_text())["weight_map"]
-        absent = sorted({file for file in names.values() if not (folder / file).is_file()})
+        names = json_object(folder / _INDEX).get("weight_map")
+        files_named = list(names.values()) if isinstance(names, dict) else []
+        if (
+            not isinstance(names, dict)
+            or not names
+            or not all(isinstance(file, str) and Path(file).name == file for file in files_named)
+        ):
+            raise ValueError(f"{folder / _INDEX}: expected a weight_map of tensors to files of this folder")
+        absent = sorted({file for file in files_named if not (folder / file).is_file()})
         if absent:
             raise ValueError(f"{folder / _INDEX}: expected the files it names, missing: {', '.join(absent)}")
-        files = {file: safe_open(folder / file, framework="pt") for file in sorted(set(names.values()))}
+        files = {file: _opened(folder / file) for file in sorted(set(files_named))}
         for name, file in names.items():
             if name not in files[file].keys():  # noqa: SIM118, a safetensors file is no mapping
                 raise ValueError(f"{folder / _INDEX}: expected {name} in {file}, which does not have it")
@@ -50,3 +58,11 @@ class HfFiles:
     def read(self, name: str) -> Tensor:
         """O(size of the tensor)."""
         return self._file_of[name].get_tensor(name)
+
+
+def _opened(path: Path) -> Any:
+    with reading(path):
+        file = safe_open(path, framework="pt")
+        for name in file.keys():  # noqa: SIM118, a safetensors file is no mapping
+            file.get_slice(name).get_shape()
+        return file

@@ -5,7 +5,6 @@ from typing import NamedTuple
 SCRIPTS = ("tests/test_shadow_engine.py::test_random_scripts",)
 MANAGER = ("tests/test_kv_manager.py", "-k", "not every_row_read")
 ISOLATION = ("tests/test_isolation.py",)
-ENGINE = ("tests/test_fault_injection.py", "tests/test_engine.py")
 
 
 class Fault(NamedTuple):
@@ -25,8 +24,8 @@ FAULTS = [
     ),
     Fault(
         "a pinned leaf stays in the order of eviction",
-        "self.leaves.remove(node)\n        while True:\n            node.pins += 1\n",
-        "pass\n        while True:\n            node.pins += 1\n",
+        "            self.leave_leaves(node)\n        while True:\n            node.pins += 1\n",
+        "            pass\n        while True:\n            node.pins += 1\n",
     ),
     Fault("a release does not unpin", "        self.tree.unpin(node, stamp=stamp)\n", "        pass\n"),
     Fault(
@@ -109,7 +108,7 @@ FAULTS = [
     ),
     # ---- scheduling
     Fault(
-        "a sequence of this step is preempted", "[other for other in later if other.step != self._step]", "list(later)"
+        "a sequence of this step is preempted", "[other for other in later if other.step != self.step]", "list(later)"
     ),
     Fault(
         "a preempted sequence believes its KV is there",
@@ -126,8 +125,8 @@ FAULTS = [
     ),
     Fault(
         "a step counts as computed before it has run",
-        "        sequence.step, sequence.target = self._step, end\n",
-        "        sequence.step, sequence.target = self._step, end\n        sequence.num_computed = end\n",
+        "        sequence.step, sequence.target = self.step, end\n",
+        "        sequence.step, sequence.target = self.step, end\n        sequence.num_computed = end\n",
     ),
     # ---- resets
     Fault(
@@ -167,13 +166,13 @@ FAULTS = [
         "an abort ends a later request of that id",
         "if self._generations.get(generation.request.request_id) is generation:",
         "if self._generations.get(generation.request.request_id) is not None:",
-        ENGINE,
+        ("tests/test_fault_injection.py::test_an_abort_that_comes_too_late",),
     ),
     Fault(
         "sampling that fails takes others' numbers",
         "            for sample, state in zip(every, states, strict=True):\n                _restore(sample, state)\n",
         "            pass\n",
-        ENGINE,
+        ("tests/test_fault_injection.py", "-k", "sampling_that_fails"),
     ),
     Fault(
         "copies run in the first layer alone",
