@@ -55,6 +55,7 @@ INDEX = "What the index costs"
 SERVING = "In an engine"
 POLICIES = "Which next, and which goes"
 FLEET = "Many replicas"
+GROWTH = "Growth and leaks"
 KERNELS = "Attention"
 
 ENTRIES = (
@@ -80,6 +81,8 @@ ENTRIES = (
     Entry("hit_rate_effect", POLICIES, 30),
     Entry("routing", FLEET, 900),
     Entry("route_cost", FLEET, 60),
+    Entry("load", GROWTH, 60),
+    Entry("endurance", GROWTH, 240, ("--smoke",)),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
     Entry("tree_bytes", KERNELS, 30),
     Entry("tree_attention", KERNELS, 200, ("--patience", "20")),

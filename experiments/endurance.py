@@ -9,10 +9,13 @@ tracemalloc finds allocated after the last tenth and not before it is nothing th
 """
 
 import gc
+import json
+import sys
 import time
 import tracemalloc
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.harness import Row, console, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, parser, print_table, pyplot
+from experiments.lab import Cell, Data, conduct
 from radixkv.batch import ScheduledBatch
 from radixkv.cache.namespace import Salt
 from radixkv.engine import Engine
@@ -39,6 +43,21 @@ class Config:
     num_samples: int = 10  # of memory, over the run
     num_blocks: int = 60
     seed: int = 7
+    caches: tuple[str, ...] = CACHES
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a cache."""
+    for name in config.caches:
+        yield name, partial(measure, config, name)
+
+
+def measure(config: Config, name: str) -> list[Row]:
+    """Serves the requests; a row a sample of memory, the last with what was kept."""
+    cache, _, block_size = name.partition(":")
+    rows, kept = run(cache, int(block_size), config)
+    rows[-1]["kept"] = kept
+    return rows
 
 
 class NoModel:
@@ -102,31 +121,29 @@ def run(cache: str, block_size: int, config: Config) -> tuple[list[Row], list[st
     rows: list[Row] = []
     part = config.num_requests // config.num_samples
     before = None
-    with progress(f"{cache} {block_size}", config.num_requests) as bar:
-        for index in range(config.num_samples):
-            is_last = index == config.num_samples - 1
-            if is_last:  # the same state before and after: nothing cached
-                tracemalloc.start()
-                traffic.serve(part // 4)
-                before = snapshot(engine)
-            began = time.process_time()
-            traffic.serve(part - part // 4 if is_last else part)
-            sizes = manager.sizes
-            manager.check()
-            assert sizes.private == sizes.pinned == 0 and not engine.stepper.generations
-            rows.append(
-                {
-                    "cache": f"{cache} {block_size}",
-                    "requests": traffic.num_added,
-                    "resident_mib": int(Path("/proc/self/statm").read_text().split()[1]) / 256,
-                    "num_objects": len(gc.get_objects()),
-                    "seconds": time.process_time() - began,
-                    "hit_rate": engine.metrics.num_hit_tokens / engine.metrics.num_prompt_tokens,
-                    "num_preemptions": engine.metrics.num_preemptions,
-                    "num_failed_steps": engine.metrics.num_failed_steps,
-                }
-            )
-            bar.advance(bar.task_ids[0], part)
+    for index in range(config.num_samples):
+        is_last = index == config.num_samples - 1
+        if is_last:  # the same state before and after: nothing cached
+            tracemalloc.start()
+            traffic.serve(part // 4)
+            before = snapshot(engine)
+        began = time.process_time()
+        traffic.serve(part - part // 4 if is_last else part)
+        sizes = manager.sizes
+        manager.check()
+        assert sizes.private == sizes.pinned == 0 and not engine.stepper.generations
+        rows.append(
+            {
+                "cache": f"{cache} {block_size}",
+                "requests": traffic.num_added,
+                "resident_mib": int(Path("/proc/self/statm").read_text().split()[1]) / 256,
+                "num_objects": len(gc.get_objects()),
+                "seconds": time.process_time() - began,
+                "hit_rate": engine.metrics.num_hit_tokens / engine.metrics.num_prompt_tokens,
+                "num_preemptions": engine.metrics.num_preemptions,
+                "num_failed_steps": engine.metrics.num_failed_steps,
+            }
+        )
     assert before is not None
     grown = [d for d in snapshot(engine).compare_to(before, "lineno") if d.size_diff > 0]
     tracemalloc.stop()
@@ -142,7 +159,9 @@ def snapshot(engine: Engine) -> tracemalloc.Snapshot:
     return tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/radixkv/*")])
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(path: Path) -> Path:
+    """Draws resident memory against requests served, from the JSON alone."""
+    rows = json.loads(path.read_text())["rows"]
     plt = pyplot()
     figure, axis = plt.subplots()
     for name in dict.fromkeys(row["cache"] for row in rows):
@@ -150,7 +169,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axis.plot([row["requests"] for row in some], [row["resident_mib"] for row in some], "o-", label=name)
     axis.set(xlabel="requests served", ylabel="resident memory, MiB", ylim=(0, None))
     axis.legend()
-    figure.savefig(path)
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
 
 
 COLUMNS = {
@@ -165,22 +187,30 @@ COLUMNS = {
 }
 
 
+def show(data: Data) -> None:
+    """Prints a line a sample, and what the last requests kept."""
+    notes = [
+        f"{row['cache']}: kept by the last requests: {'; '.join(row['kept'])}" for row in data["rows"] if "kept" in row
+    ]
+    print_table(f"{data['config']['num_requests']:,} requests a cache, none lost", COLUMNS, data["rows"], notes)
+
+
+def answer(data: Data) -> str:
+    """One sentence: how much memory grew between the middle of the run and its end."""
+    told = []
+    for name in dict.fromkeys(row["cache"] for row in data["rows"]):
+        some = [row["resident_mib"] for row in data["rows"] if row["cache"] == name]
+        told.append(f"{name} {some[len(some) // 2]:.1f} to {some[-1]:.1f} MiB")
+    return f"No block was lost; resident memory from the middle of the run to its end: {', '.join(told)}."
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("endurance", __doc__, "endurance.json and endurance.png")
-    options.add_argument("--smoke", action="store_true", help="3,000 requests")
+    options = parser("endurance", __doc__)
     options.add_argument("--caches", nargs="+", default=CACHES, metavar="CACHE:BLOCK_SIZE", help=f"{', '.join(CACHES)}")
     given = options.parse_args(arguments)
     config = Config(3000, 3) if given.smoke else Config()
-    rows: list[Row] = []
-    kept: dict[str, list[str]] = {}
-    for name in given.caches:  # saved and shown one by one: the whole takes minutes
-        cache, _, block_size = name.partition(":")
-        more, kept[name] = run(cache, int(block_size), config)
-        rows += more
-        print_table(f"{config.num_requests:,} requests, none lost", COLUMNS, more)
-        console.print(f"{name}: kept by the last requests: {'; '.join(kept[name])}", highlight=False)
-        console.print(save(given.out, "endurance", asdict(config), rows, kept=kept), highlight=False)
-    plot(rows, given.out / "endurance.png")
+    config = replace(config, caches=tuple(given.caches))
+    conduct("endurance", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":

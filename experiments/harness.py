@@ -238,7 +238,6 @@ def parser(name: str, description: str | None, files: str = "") -> argparse.Argu
         prog=f"python -m experiments.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        conflict_handler="resolve",  # an experiment may say of its own what its --smoke does
     )
     made.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help=f"gets {files} (results)")
     size = made.add_mutually_exclusive_group()

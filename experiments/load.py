@@ -8,15 +8,19 @@ fitted with time = a * size ** exponent: 1 is linear in what was done. CPU time,
     python -m experiments.load --smoke    a hundredth of it
 """
 
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, console, parser, print_table, progress, pyplot, save
+from experiments.harness import Row, parser, print_table, pyplot
+from experiments.lab import Cell, Data, conduct
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
 from radixkv.request import Request, SamplingParams
@@ -120,25 +124,32 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def run(config: Config) -> list[Row]:
-    """Measures every kind at every size."""
-    rows: list[Row] = []
-    kinds: list[tuple[str, Callable[[int, int], float], int]] = [
-        ("queue", queue, config.num_requests),
-        ("prompt", prompt, config.num_prompt_tokens),
-        ("decodes", decodes, config.num_decodes),
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a kind and size; the trees, each of which grows out of the last, are one."""
+    kinds: dict[str, tuple[Callable[[int, int], float], int]] = {
+        "queue": (queue, config.num_requests),
+        "prompt": (prompt, config.num_prompt_tokens),
+        "decodes": (decodes, config.num_decodes),
+    }
+    for name, (measure, largest) in kinds.items():
+        for size in (largest >> shift for shift in reversed(range(config.num_sizes))):
+            yield f"{name} {size}", partial(measure_one, name, measure, size, config.seed)
+    yield "trees", partial(measure_trees, config)
+
+
+def measure_one(name: str, measure: Callable[[int, int], float], size: int, seed: int) -> list[Row]:
+    """One size of one kind."""
+    return [{"what": name, "size": size, "seconds": measure(size, seed)}]
+
+
+def measure_trees(config: Config) -> list[Row]:
+    """The three operations at every size of tree."""
+    sizes = [config.num_nodes >> 2 * shift for shift in reversed(range(config.num_sizes))]
+    return [
+        {"what": f"tree: {name}", "size": size, "seconds": seconds, "node_bytes": node_bytes}
+        for size, timed, node_bytes in trees(sizes, config.seed)
+        for name, seconds in timed.items()
     ]
-    with progress("load", config.num_sizes * (len(kinds) + 1)) as bar:
-        for name, measure, largest in kinds:
-            for size in (largest >> shift for shift in reversed(range(config.num_sizes))):
-                rows.append({"what": name, "size": size, "seconds": measure(size, config.seed)})
-                bar.advance(bar.task_ids[0])
-        sizes = [config.num_nodes >> 2 * shift for shift in reversed(range(config.num_sizes))]
-        for size, timed, node_bytes in trees(sizes, config.seed):
-            for name, seconds in timed.items():
-                rows.append({"what": f"tree: {name}", "size": size, "seconds": seconds, "node_bytes": node_bytes})
-            bar.advance(bar.task_ids[0])
-    return rows
 
 
 def exponents(rows: Sequence[Row]) -> list[Row]:
@@ -152,10 +163,20 @@ def exponents(rows: Sequence[Row]) -> list[Row]:
     return fits
 
 
-def plot(rows: Sequence[Row], fits: Sequence[Row], path: Path) -> None:
+def show(data: Data) -> None:
+    """Prints a line a kind: its largest size, its time there, and how it grows."""
+    columns = {"part": "{what}", "largest": "{size:,}", "CPU s": "{seconds:.3f}", "exponent": "{exponent:.2f}"}
+    last = [row for row in data["rows"] if "node_bytes" in row][-1]
+    note = f"{last['size']:,} nodes: {last['node_bytes']:,.0f} bytes of memory each"
+    print_table("seconds = a * size ** exponent", columns, exponents(data["rows"]), [note])
+
+
+def plot(path: Path) -> Path:
+    """Draws time against size, from the JSON alone."""
+    rows = json.loads(path.read_text())["rows"]
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5))
-    for fit in fits:
+    for fit in exponents(rows):
         some = [row for row in rows if row["what"] == fit["what"]]
         axis = axes[int(fit["what"].startswith("tree"))]
         label = f"{fit['what'].removeprefix('tree: ')}: exponent {fit['exponent']:.2f}"
@@ -163,22 +184,22 @@ def plot(rows: Sequence[Row], fits: Sequence[Row], path: Path) -> None:
     for axis, title in zip(axes, ("requests, prompt tokens, decodes", "nodes; 2,000 operations"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel="CPU seconds")
         axis.legend()
-    figure.savefig(path)
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
+
+
+def answer(data: Data) -> str:
+    """One sentence."""
+    told = [f"{f['what']} {f['exponent']:.2f} up to {f['size']:,}" for f in exponents(data["rows"])]
+    return f"Fitted exponents of time against size: {', '.join(told)}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("load", __doc__, "load.json and load.png")
-    options.add_argument("--smoke", action="store_true", help="a hundredth of every size")
-    given = options.parse_args(arguments)
+    given = parser("load", __doc__).parse_args(arguments)
     config = Config(200, 10_000, 2**15, 32, 3) if given.smoke else Config()
-    rows = run(config)
-    fits = exponents(rows)
-    columns = {"trace": "{what}", "largest": "{size:,}", "CPU s": "{seconds:.3f}", "exponent": "{exponent:.2f}"}
-    print_table("seconds = a * size ** exponent", columns, fits)
-    last = [row for row in rows if "node_bytes" in row][-1]
-    console.print(f"{last['size']:,} nodes: {last['node_bytes']:,.0f} bytes of memory each")
-    console.print(save(given.out, "load", asdict(config), rows, fits=fits), highlight=False)
-    plot(rows, fits, given.out / "load.png")
+    conduct("load", given.out, config, cells(config), sys.modules[__name__])
 
 
 if __name__ == "__main__":
