@@ -5,7 +5,7 @@ Expected: after every request has ended no block is private or pinned; memory is
 tracemalloc finds allocated after the last tenth and not before it is nothing that grows.
 
     python -m experiments.endurance            100,000 requests, a few minutes
-    python -m experiments.endurance --smoke    3,000
+    python -m experiments.endurance --smoke    1,500
 """
 
 import gc
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("endurance", __doc__)
     options.add_argument("--caches", nargs="+", default=CACHES, metavar="CACHE:BLOCK_SIZE", help=f"{', '.join(CACHES)}")
     given = options.parse_args(arguments)
-    config = Config(3000, 3) if given.smoke else Config()
+    config = Config(1500, 3) if given.smoke else Config()
     config = replace(config, caches=tuple(given.caches))
     conduct("endurance", given.out, config, cells(config), sys.modules[__name__])
 

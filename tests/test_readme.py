@@ -1,8 +1,12 @@
-"""Every Python block of the READMEs runs as it stands, by itself."""
+"""Every Python block of the READMEs runs as it stands, by itself; every command in the documents is one that exists."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,3 +28,58 @@ def test_example(name, block):
 
 def test_there_are_examples():
     assert sum(name == "README.md" for name, _ in BLOCKS) >= 2 and len(BLOCKS) >= 7
+
+
+# ---- commands
+
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "kernels/README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "paper_notes").glob("*.md")),
+]
+MODULES = re.compile(r"python -m (?:experiments|radixkv)[^`\n#]*")
+TARGETS = re.compile(r"(?:(?<=`)|(?<=\n))make [a-z-]+[^`\n#]*")
+COMMANDS = sorted(
+    {
+        " ".join(found.split())
+        for path in DOCUMENTS
+        for pattern in (MODULES, TARGETS)
+        for found in pattern.findall(path.read_text())
+        if "..." not in found
+    }
+)
+
+
+@cache
+def help_of(module):
+    done = subprocess.run(
+        [sys.executable, "-m", *module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def targets():
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_exists_with_its_options(command, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
+    words = shlex.split(command.rstrip(".,;:)"))
+    if words[0] == "make":
+        assert words[1] in targets()
+        return
+    module, options = words[2], [word for word in words[3:] if word.startswith("--")]
+    if module == "experiments" and words[3:] and not words[3].startswith("-"):
+        module = f"experiments.{words[3]}"
+    if module in ("radixkv.selftest", "radixkv_kernels.selftest"):  # no options, and no --help: they run
+        assert not options
+        return
+    shown = help_of((module, "why") if words[3:4] == ["why"] else (module,))
+    for option in options:
+        assert option.partition("=")[0] in shown, f"{option} is no option of {module}"
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) > 30
