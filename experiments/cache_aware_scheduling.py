@@ -128,8 +128,8 @@ def means(rows: Sequence[Row]) -> list[Row]:
         row: Row = {"order": name}
         for kind, has_turns in (("all", None), ("at_once", False), ("turns", True)):
             shares = [r["share"] for r in of_order if has_turns is None or r["has_turns"] == has_turns]
-            row[kind] = sum(shares) / len(shares) if shares else float("nan")
-            row[f"{kind} worst"] = min(shares, default=float("nan"))
+            row[kind] = sum(shares) / len(shares) if shares else None
+            row[f"{kind} worst"] = min(shares, default=None)
         found.append(row)
     return found
 
@@ -145,14 +145,17 @@ COLUMNS = {
     "p99 ms": "{ttft_p99_ms:,.0f}",
     "preempted": "{num_preemptions}",
 }
-MEANS = {"order": "{order}", "all": "{all:.1%}", "worst": "{all worst:.1%}", "at once": "{at_once:.1%}"}
-MEANS |= {"turns": "{turns:.1%}"}
+MEANS = {"order": "{order}", "all": "{all}", "worst": "{all worst}", "at once": "{at_once}", "turns": "{turns}"}
 
 
 def show(data: Data) -> None:
     """Prints a line a workload and order, then the averages."""
     print_table("Orders of admission in a quarter of the unique tokens", COLUMNS, data["rows"])
-    print_table("Share of the optimum, averaged over workloads", MEANS, means(data["rows"]))
+    shown = [
+        {k: "-" if v is None else f"{v:.1%}" if isinstance(v, float) else v for k, v in row.items()}
+        for row in means(data["rows"])
+    ]
+    print_table("Share of the optimum, averaged over workloads", MEANS, shown)
 
 
 def plot(path: Path) -> Path:

@@ -155,7 +155,8 @@ def replay(trace: Any, name: str, config: Config) -> list[Row]:
         tokens = trace.tokenizer.name
     else:
         tokens = "random" if not trace.formats else "block ids" if trace.sharing_known else "lengths"
-    return [_row(name, replays[cache], optimum, config) | {"tokens": tokens} for cache in config.caches()]
+    more = {"tokens": tokens, "format": ", ".join(dict.fromkeys(trace.formats))}
+    return [_row(name, replays[cache], optimum, config) | more for cache in config.caches()]
 
 
 SERVED_REQUESTS = 16

@@ -52,8 +52,9 @@ def print_rows(rows: Sequence[Row]) -> None:
             for row in mine
         ]
         outputs = "prompts and outputs cached" if first["cache_outputs"] else "prompts cached"
+        read = f"read as {first['format']}; " if first.get("format") else ""
         size = f"{first['num_requests']:,} requests, {first['num_prompt_tokens']:,} prompt tokens ({first['tokens']})"
-        title = f"{trace}: {size}; {outputs}; KV of {first['model_shape']}"
+        title = f"{trace}: {read}{size}; {outputs}; KV of {first['model_shape']}"
         print_table(title, COLUMNS, shown, [*_verdicts(mine), *_remarks(mine), ""])
 
 
@@ -70,11 +71,11 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
             continue
         saved = other["num_computed_tokens"] - row["num_computed_tokens"]
         share = saved / other["num_computed_tokens"] if other["num_computed_tokens"] else 0.0
-        blocks = f"{row['peak_blocks'] / other['peak_blocks'] - 1:+.0%} blocks" if other["peak_blocks"] else ""
+        blocks = f"{row['peak_blocks'] / other['peak_blocks'] - 1:+.0%} blocks, " if other["peak_blocks"] else ""
         times = [r["index_us_per_request"] + r["hash_us_per_request"] for r in (row, other)]
         lines.append(
             f"{label(row)} against {label(other)}, pool {pool(row)}: {saved:,} fewer tokens computed ({share:.1%}), "
-            f"{blocks}, {times[0]:.0f} us for {times[1]:.0f}"
+            f"{blocks}{times[0]:.0f} us a request in index and hashing for {times[1]:.0f}"
         )
     return lines
 

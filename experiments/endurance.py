@@ -1,8 +1,9 @@
-"""Is anything lost or kept that should not be, over 100,000 requests? The whole engine, without a model.
+"""Is anything lost or kept that should not be, over 100,000 requests?
 
-Tenants that come once, prompts that share, preemption, failing steps, aborts and resets, on a pool that is always full.
-Expected: after every request has ended no block is private or pinned; memory is flat from the first tenth on; what
-tracemalloc finds allocated after the last tenth and not before it is nothing that grows.
+The whole engine, without a model: tenants that come once, prompts that share, preemption, failing steps, aborts and
+resets, on a pool that is always full. Expected: after every request has ended no block is private or pinned; memory is
+flat from the first tenth on; what tracemalloc finds allocated after the last tenth and not before it is nothing that
+grows.
 
     python -m experiments.endurance            100,000 requests, a few minutes
     python -m experiments.endurance --smoke    1,500

@@ -231,6 +231,15 @@ def bars(path: Path, across: str, series: str, value: str, ylabel: str, title: s
     return picture
 
 
+is_smoke = False  # whether the experiment under way was asked to be small
+
+
+class _Smoke(argparse.Action):
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        global is_smoke
+        namespace.smoke = is_smoke = True
+
+
 def parser(name: str, description: str | None, files: str = "") -> argparse.ArgumentParser:
     """Returns an experiment's parser: its docstring as help, and where its results go."""
     files = files or f"{name}.json and {name}.png"
@@ -241,7 +250,9 @@ def parser(name: str, description: str | None, files: str = "") -> argparse.Argu
     )
     made.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help=f"gets {files} (results)")
     size = made.add_mutually_exclusive_group()
-    size.add_argument("--smoke", action="store_true", help="small sizes, under half a minute: does it run?")
+    size.add_argument(
+        "--smoke", action=_Smoke, nargs=0, default=False, help="small sizes, under half a minute: runs it?"
+    )
     size.add_argument("--full", action="store_true", help="the largest sizes, where there are larger ones")
     return made
 

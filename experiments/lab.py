@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from experiments import harness
 from experiments.harness import Row, console, environment, git, progress, save
 
 Cell = tuple[str, Callable[[], list[Row]]]
@@ -77,6 +78,8 @@ def present(path: Path, experiment: Experiment) -> None:
     data = json.loads(path.read_text())
     experiment.show(data)
     console.print(experiment.answer(data), style="bold", highlight=False)
+    if harness.is_smoke:
+        console.print("(a smoke run: too small for its figures to mean anything)", style="dim")
     console.print(f"{path}\n{experiment.plot(path)}", highlight=False)
 
 

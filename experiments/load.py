@@ -1,8 +1,9 @@
-"""Does anything grow faster than it should? Queues, trees, prompts and batches of ever larger size, without a model.
+"""Does anything grow faster than it should?
 
-Expected: the time per request does not depend on how many wait; matching, publishing and evicting not on how many nodes
-the tree has; publishing a prompt in chunks is linear in its length; a step of n decodes is linear in n. Each curve is
-fitted with time = a * size ** exponent: 1 is linear in what was done. CPU time, of the scheduler and the cache alone.
+Queues, trees, prompts and batches of ever larger size, without a model. Expected: the time per request does not depend
+on how many wait; matching, publishing and evicting not on how many nodes the tree has; publishing a prompt in chunks is
+linear in its length; a step of n decodes is linear in n. Each curve is fitted with time = a * size ** exponent: 1 is
+linear in what was done. CPU time, of the scheduler and the cache alone.
 
     python -m experiments.load            10,000 requests, 1,000,000 nodes, 1,048,576 tokens, 1,024 decodes: minutes
     python -m experiments.load --smoke    a hundredth of it

@@ -17,7 +17,7 @@ from radixkv.inspect.survey import Passage, survey, token_list
 from radixkv.inspect.why import compare_prompts
 from radixkv.replay import CacheConfig, Replay
 from radixkv.tokens import num_common_tokens
-from radixkv.workloads import TraceError, TraceRequest, load_tokenizer, open_trace, open_workload
+from radixkv.workloads import FORMATS, TraceError, TraceRequest, load_tokenizer, open_trace, open_workload
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,13 @@ def _parser(usage: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--tokenizer", default="bytes", metavar="bytes|NAME|PATH", help="of text (UTF-8 bytes)")
+    made.add_argument("--format", choices=FORMATS, help="where the format is not to be recognised from the content")
+    made.add_argument("--skip-bad", action="store_true", help="pass over lines that can't be read")
     return made
+
+
+def _reading(given: argparse.Namespace) -> dict[str, Any]:
+    return {"tokenizer": given.tokenizer, "format": given.format, "skip_bad": given.skip_bad}
 
 
 def _tree(arguments: Sequence[str]) -> int:
@@ -59,7 +65,7 @@ def _tree(arguments: Sequence[str]) -> int:
     check_block_size(given.block_size)
     trace: Any
     if given.trace:
-        trace = open_trace(given.trace, tokenizer=given.tokenizer, limit=given.limit)
+        trace = open_trace(given.trace, limit=given.limit, **_reading(given))
     else:
         trace = open_workload("embedded", tokenizer=given.tokenizer, limit=given.limit)
     replay = Replay(CacheConfig("radix", given.block_size, num_blocks=given.num_blocks))
@@ -90,7 +96,7 @@ def _why(arguments: Sequence[str]) -> int:
     console = Console()
     path, *others = given.what
     if others and all(other.isdigit() for other in others) and len(others) < 3:
-        trace = open_trace(path, tokenizer=given.tokenizer)
+        trace = open_trace(path, **_reading(given))
         first, second = _pair(trace, path, [int(other) for other in others], console)
         text_of = trace.tokenizer.decode if trace.tokenizer else token_list
         namespaces = (first.namespace, second.namespace)

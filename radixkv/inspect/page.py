@@ -47,8 +47,8 @@ def to_html(found: Survey, title: str, *, max_spans: int = 2000, width: int = 24
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main><h1>{escape(title)}</h1>",
         f"<p>{found.num_requests:,} requests, {found.num_prompt_tokens:,} prompt tokens, {hit:.1%} of them found. "
-        f"{len(spans):,} spans hold {found.num_tokens:,} tokens. Each line: tokens, requests through it, of them those "
-        "that found all of it, text; the bar is the share of all requests.</p>",
+        f"{len(spans):,} spans hold {found.num_tokens:,} tokens. Each line: tokens, requests through it, the share "
+        "of their tokens in it that was found, text; the bar is the share of all requests.</p>",
     ]
     waiting: list[Span | str] = [found.root]
     while waiting:  # a path may be deeper than Python's stack
@@ -76,7 +76,7 @@ def to_html(found: Survey, title: str, *, max_spans: int = 2000, width: int = 24
 def _line(found: Survey, span: Span, width: int) -> str:
     traffic = found.of(span)
     share = traffic.num_requests / max(found.num_requests, 1)
-    numbers = f"<b>{span.num_tokens:,}</b> · {traffic.num_requests:,} · <span class=hits>{traffic.num_hits:,}</span>"
+    numbers = f"<b>{span.num_tokens:,}</b> · {traffic.num_requests:,} · <span class=hits>{traffic.found:.0%}</span>"
     pins = f" · {span.num_pins} pins" if span.num_pins else ""
     namespace = "".join(f" · {escape(str(part))}" for part in span.namespace)
     text = found.text_of(span.token_ids)

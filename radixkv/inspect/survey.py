@@ -30,13 +30,16 @@ class Passage:
 
 @dataclass(slots=True)
 class Traffic:
-    """Of one span: requests whose prompts go through it or end in it, and how many found cached all they have of it.
-
-    At least one token of a prompt is always computed, so a prompt's last token is not asked for.
-    """
+    """Of one span: requests whose prompts go through it or end in it, their tokens in it, and those found cached."""
 
     num_requests: int = 0
-    num_hits: int = 0
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def found(self) -> float:
+        """Share of the tokens that were found."""
+        return self.num_cached_tokens / self.num_tokens if self.num_tokens else 0.0
 
 
 @dataclass(slots=True)
@@ -95,8 +98,9 @@ def survey(root: Span, passages: Iterable[Passage] = (), text_of: Callable[[byte
             span = child
             traffic = found.traffic.setdefault(span, Traffic())
             traffic.num_requests += 1
-            wanted = min(span.start + span.num_tokens, len(passage.prompt) // TOKEN_BYTES - 1)
-            traffic.num_hits += passage.num_cached_tokens >= wanted > span.start
+            end = min(span.start + span.num_tokens, len(passage.prompt) // TOKEN_BYTES)
+            traffic.num_tokens += end - span.start
+            traffic.num_cached_tokens += min(max(passage.num_cached_tokens - span.start, 0), end - span.start)
     return found
 
 

@@ -29,7 +29,7 @@ def print_tree(found: Survey, console: Console, *, max_depth: int = 6, max_child
         f"{found.num_spans:,} spans hold {found.num_tokens:,} tokens",
         highlight=False,
     )
-    top = Tree(Text("tokens  requests  hits  text", style="dim"), guide_style="dim")
+    top = Tree(Text("tokens  requests  found  text", style="dim"), guide_style="dim")
     waiting = [(found.root, top, 0)]
     while waiting:
         span, branch, depth = waiting.pop()
@@ -51,7 +51,7 @@ def _line(found: Survey, span: Span, width: int) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f"{span.num_tokens:,}", style="bold")
     line.append(f"  {traffic.num_requests:,}", style="cyan")
-    line.append(f"  {traffic.num_hits:,}", style="green" if traffic.num_hits else "dim")
+    line.append(f"  {traffic.found:.0%}", style="green" if traffic.num_cached_tokens else "dim")
     if span.num_pins:
         line.append(f"  {span.num_pins} pins", style="magenta")
     for part in span.namespace:
@@ -83,7 +83,7 @@ def print_difference(found: Difference, console: Console, width: int = 70) -> No
     if found.namespaces_differ:
         console.print("what parts them is a namespace (adapter, salt or media): its KV may not be shared")
     elif found.num_common == min(first, second):
-        console.print("one is the start of the other: nothing parts them")
+        console.print("they are equal" if first == second else "one is the start of the other: nothing parts them")
     for name, text, style in (
         ("both", found.before, "dim"),
         ("first", found.first, "red"),
@@ -103,3 +103,5 @@ def print_difference(found: Difference, console: Console, width: int = 70) -> No
         numbers = (verdict.num_cached_tokens, second - verdict.num_cached_tokens, verdict.num_lost_tokens)
         table.add_row(verdict.cache.cache, str(verdict.cache.block_size), *(f"{number:,}" for number in numbers))
     console.print(table)
+    if any(verdict.num_lost_tokens == 1 for verdict in found.verdicts) and found.num_common == second:
+        console.print("(at least one token of a prompt is always computed, to have something to sample from)")

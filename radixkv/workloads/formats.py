@@ -20,7 +20,7 @@ CONVERSATIONS, REQUESTS, MOONCAKE, BAILIAN, AZURE = "conversations", "requests",
 FORMATS = (CONVERSATIONS, REQUESTS, MOONCAKE, BAILIAN, AZURE)
 
 # What only a log of single requests has beside `messages`.
-_REQUEST_KEYS = ("output", "output_token_ids", "response", "session", "timestamp", "model", "cache_salt")
+_REQUEST_KEYS = ("output", "output_token_ids", "response", "session", "timestamp", "cache_salt")
 _FOREIGN_STARTS = {
     b"\x1f\x8b": "gzip; decompress it first",
     b"\x28\xb5\x2f\xfd": "zstd; decompress it first",
@@ -110,7 +110,13 @@ def _recognise(path: Path, source: Lines | JsonArray, skip_bad: bool) -> str:
             first_error = first_error or found
     if first_error is not None:
         raise TraceError(path, first_error.where, f"no record can be read, the first because: {first_error.reason}")
-    raise TraceError(path, "", "no record in it, so its format can't be recognised; name one with format=")
+    raise TraceError(path, "", "no record in it, so its format can't be recognised; name one with format= (--format)")
+
+
+def _awaits_answer(messages: Any) -> bool:
+    """Whether the last message is not an assistant's: then it is a request, else a conversation with its answers."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, Mapping) and last.get("role") != "assistant"
 
 
 def _format_of(record: Record) -> str:
@@ -124,7 +130,8 @@ def _format_of(record: Record) -> str:
     if "conversations" in keys:
         return CONVERSATIONS
     if "messages" in keys:
-        return REQUESTS if any(key in keys for key in _REQUEST_KEYS) else CONVERSATIONS
+        is_request = any(key in keys for key in _REQUEST_KEYS) or _awaits_answer(keys["messages"])
+        return REQUESTS if is_request else CONVERSATIONS
     seen = ", ".join(shown(key) for key in list(keys)[:8]) or "none"
     raise BadRecord(
         "format not recognised: expected the keys messages, conversations, prompt, prompt_token_ids, body or hash_ids, "

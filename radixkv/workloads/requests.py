@@ -23,7 +23,7 @@ class RequestReader:
     """Single requests: `prompt`, `prompt_token_ids` or `messages`, also inside `body` (OpenAI batch lines).
 
     Optional: `id` (or `custom_id`), `session`, `timestamp`, `tools`, `cache_salt`, and the output as `output`,
-    `output_token_ids`, or an OpenAI `response`.
+    `output_token_ids`, an OpenAI `response`, or the last of the `messages` where that is the assistant's.
     """
 
     def __init__(self, encoder: ChatEncoder) -> None:
@@ -41,6 +41,8 @@ class RequestReader:
         if salt is not None and not isinstance(salt, str):
             raise BadRecord(f"cache_salt: expected a string, got {kind(salt)}")
         prompt, output = _prompt_of(body), _output_of(record)
+        if not output and isinstance(prompt, tuple) and len(prompt) > 1 and prompt[-1].role == ASSISTANT:
+            prompt, output = prompt[:-1], prompt[-1]  # a log that keeps the answer where it belongs in the chat
         if isinstance(prompt, bytes) and not isinstance(output, bytes):
             raise BadRecord("output: a prompt of token ids needs output_token_ids, got text")
         return Request(

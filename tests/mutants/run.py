@@ -55,6 +55,11 @@ def caught_by(copy, tests):
 
 
 def main(words):
+    unknown = [word for word in words if not any(word in fault.name for fault in FAULTS)]
+    if unknown:
+        names = "\n".join(f"  {fault.name}" for fault in FAULTS)
+        print(f"{__doc__}\nno fault is called {', '.join(unknown)}; there are:\n{names}", file=sys.stderr)
+        return 2
     faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
     num_survived = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,7 @@ def test_every_assistant_message_is_a_request(tmp_path):
     ]
     path = write_lines(tmp_path / "chat.conversations.jsonl", {"id": "a", "messages": messages})
     start = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert read_texts(path) == [
+    assert read_texts(path, format="conversations") == [
         ("a/0", start, "Hello<|im_end|>\n"),
         (
             "a/1",
@@ -28,7 +28,7 @@ def test_every_assistant_message_is_a_request(tmp_path):
             "Bye<|im_end|>\n",
         ),
     ]
-    trace = open_trace(path)
+    trace = open_trace(path, format="conversations")
     assert (trace.name, trace.formats, trace.sharing_known) == ("chat", ("conversations",), True)
     assert [r.session for r in trace] == ["a", "a"]
     assert trace.counts.num_requests == 2
@@ -229,3 +229,26 @@ def test_limit_and_several_files(tmp_path):
         limited = open_trace([first, second], limit=limit)
         assert [r.id for r in limited] == ["a/0", "b/0", "a/1", "r"][:limit]
         assert limited.counts.num_requests == min(limit, 4)
+
+
+SYSTEM, USER, ANSWER = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
+
+
+@pytest.mark.parametrize(
+    ("record", "format", "num_requests"),
+    [
+        ({"messages": [SYSTEM, USER]}, "requests", 1),
+        ({"model": "m", "messages": [SYSTEM, USER]}, "requests", 1),
+        ({"messages": [SYSTEM, USER, ANSWER, USER]}, "requests", 1),
+        ({"messages": [SYSTEM, USER, ANSWER]}, "conversations", 1),
+        ({"model": "m", "messages": [USER, ANSWER, USER, ANSWER]}, "conversations", 2),
+        ({"timestamp": 1.0, "messages": [SYSTEM, USER, ANSWER]}, "requests", 1),
+    ],
+)
+def test_messages_that_end_with_an_answer_are_a_conversation(tmp_path, record, format, num_requests):
+    trace = open_trace(write_lines(tmp_path / "log.jsonl", record))
+    requests = list(trace)
+    assert (trace.formats, len(requests)) == ((format,), num_requests)
+    last = requests[-1]
+    assert text_of(last.prompt).endswith("user<|im_end|>\n<|im_start|>assistant\n")
+    assert (text_of(last.output) == "assistant<|im_end|>\n") == (record["messages"][-1] is ANSWER)
