@@ -113,10 +113,14 @@ def _recognise(path: Path, source: Lines | JsonArray, skip_bad: bool) -> str:
     raise TraceError(path, "", "no record in it, so its format can't be recognised; name one with format= (--format)")
 
 
-def _awaits_answer(messages: Any) -> bool:
-    """Whether the last message is not an assistant's: then it is a request, else a conversation with its answers."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return isinstance(last, Mapping) and last.get("role") != "assistant"
+def _awaits_answer(messages: Any, is_call: bool) -> bool:
+    """Whether messages are a request's: the last is not the assistant's. Else they are a conversation with its answers.
+
+    Conversations of tools and simulated users may end with somebody else's word too; what has answers in it and is no
+    API call (it names no model) is taken for one.
+    """
+    roles = [m.get("role") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
+    return bool(roles) and roles[-1] != "assistant" and (is_call or roles.count("assistant") < 2)
 
 
 def _format_of(record: Record) -> str:
@@ -130,7 +134,7 @@ def _format_of(record: Record) -> str:
     if "conversations" in keys:
         return CONVERSATIONS
     if "messages" in keys:
-        is_request = any(key in keys for key in _REQUEST_KEYS) or _awaits_answer(keys["messages"])
+        is_request = any(key in keys for key in _REQUEST_KEYS) or _awaits_answer(keys["messages"], "model" in keys)
         return REQUESTS if is_request else CONVERSATIONS
     seen = ", ".join(shown(key) for key in list(keys)[:8]) or "none"
     raise BadRecord(

@@ -20,7 +20,7 @@ def test_every_assistant_message_is_a_request(tmp_path):
     ]
     path = write_lines(tmp_path / "chat.conversations.jsonl", {"id": "a", "messages": messages})
     start = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert read_texts(path, format="conversations") == [
+    assert read_texts(path) == [
         ("a/0", start, "Hello<|im_end|>\n"),
         (
             "a/1",
@@ -28,7 +28,7 @@ def test_every_assistant_message_is_a_request(tmp_path):
             "Bye<|im_end|>\n",
         ),
     ]
-    trace = open_trace(path, format="conversations")
+    trace = open_trace(path)
     assert (trace.name, trace.formats, trace.sharing_known) == ("chat", ("conversations",), True)
     assert [r.session for r in trace] == ["a", "a"]
     assert trace.counts.num_requests == 2
@@ -240,6 +240,7 @@ SYSTEM, USER, ANSWER = ({"role": role, "content": role} for role in ("system", "
         ({"messages": [SYSTEM, USER]}, "requests", 1),
         ({"model": "m", "messages": [SYSTEM, USER]}, "requests", 1),
         ({"messages": [SYSTEM, USER, ANSWER, USER]}, "requests", 1),
+        ({"model": "m", "messages": [USER, ANSWER, USER, ANSWER, USER]}, "requests", 1),
         ({"messages": [SYSTEM, USER, ANSWER]}, "conversations", 1),
         ({"model": "m", "messages": [USER, ANSWER, USER, ANSWER]}, "conversations", 2),
         ({"timestamp": 1.0, "messages": [SYSTEM, USER, ANSWER]}, "requests", 1),
