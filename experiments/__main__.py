@@ -86,9 +86,12 @@ def list_all(out: Path) -> None:
         console.print(f"  {entry.question}  [{_minutes(entry.seconds)}]", highlight=False, markup=False)
         path = out / f"{entry.name}.json"
         if path.exists():
-            data = json.loads(path.read_text())
-            age = datetime.now(UTC) - datetime.fromisoformat(data["environment"]["time_utc"])
-            found = f"{_ago(age.total_seconds())}: {entry.load().answer(data)}"
+            try:
+                data = json.loads(path.read_text())
+                age = datetime.now(UTC) - datetime.fromisoformat(data["environment"]["time_utc"])
+                found = f"{_ago(age.total_seconds())}: {entry.load().answer(data)}"
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                found = f"{path} is no result of this version: {type(error).__name__}: {error}"
             console.print(Padding(Text(found, style="dim"), (0, 0, 0, 6)))
     console.print("\npython -m experiments NAME runs one, NAME --help tells its options; --smoke is the smallest size")
 

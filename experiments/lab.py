@@ -95,7 +95,7 @@ class _Unfinished:
             found = json.loads(path.read_text())
         except (OSError, ValueError):
             return
-        if found.get("of") == self._of:
+        if isinstance(found, dict) and found.get("of") == self._of:
             self.rows = found["cells"]
 
     def add(self, cell: str, rows: list[Row]) -> None:
@@ -108,5 +108,6 @@ class _Unfinished:
 def _code() -> list[str]:
     """What tells one state of the code and the machine from another."""
     where = environment()
-    changes = hashlib.sha256(git("diff", "HEAD").encode()).hexdigest()
+    new = git("ls-files", "--others", "--exclude-standard")
+    changes = hashlib.sha256(f"{git('diff', 'HEAD')}{new}".encode()).hexdigest()
     return [where["commit"], changes, str(where["versions"]), where["processor"]]

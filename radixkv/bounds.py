@@ -61,7 +61,9 @@ class BlockPaths:
         return max(round(share * len(self.depths)), 2 * max(self.num_blocks, default=0), 1)
 
     def order_optimum(self) -> int:
-        """Returns the tokens hit by an infinite cache with everything there at once, the best order of them all.
+        """Returns the tokens hit by an infinite cache with everything there at once, in the best order by prompts.
+
+        An upper bound where outputs are not given, or no prompt begins as another's output goes on.
 
         In depth-first order a prompt that is the start of another comes before it, and is computed to its end but once.
 

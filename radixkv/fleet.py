@@ -21,6 +21,7 @@ from math import inf
 from typing import Any
 
 from radixkv.batch import ScheduledBatch
+from radixkv.cache.namespace import parts
 from radixkv.routing.policies import make_router
 from radixkv.routing.router import Assignment, NoReplicas
 from radixkv.routing.stream import EventLog, Follower
@@ -58,10 +59,11 @@ class _Replica:
         self.flush()
 
     def submit(self, sent: _Sent, now_s: float) -> None:
-        self.simulator.advance(now_s)
         own_name = str(self._num_submitted)
-        # The simulator gives its own names back in no other way.
-        self.simulator.submit(replace(sent.request, id=own_name), now_s, max_tokens=sent.max_tokens)
+        if self.is_answering:  # one that hangs computes nothing of what is sent to it
+            self.simulator.advance(now_s)
+            # The simulator gives its own names back in no other way.
+            self.simulator.submit(replace(sent.request, id=own_name), now_s, max_tokens=sent.max_tokens)
         self._num_submitted += 1
         self.sent[own_name] = sent
 
@@ -142,11 +144,17 @@ class Fleet:
         """A replica with an empty cache joins.
 
         Raises:
-            ValueError: there is one of that name.
+            ValueError: there is one of that name, or its pool is too small for a request that may have to move there.
+                Nothing changes.
         """
         self.router.add_replica(name)
-        self._replicas[name] = _Replica(name, self._make_simulator, self)
-        self._replicas[name].simulator.advance(self.now_s)
+        made = _Replica(name, self._make_simulator, self)
+        unfinished = [*self._homeless, *(sent for each in self._replicas.values() for sent in each.sent.values())]
+        if not all(made.simulator.fits(sent.request, sent.max_tokens) for sent in unfinished):
+            self.router.remove_replica(name)
+            raise ValueError(f"{name}: expected a pool that holds every request under way, got a smaller one")
+        self._replicas[name] = made
+        made.simulator.advance(self.now_s)
         for _ in range(len(self._homeless)):
             self._send(self._homeless.popleft())
 
@@ -200,8 +208,9 @@ class Fleet:
         """Has a request arrive now, and routes it.
 
         Raises:
-            ValueError: it is longer than a replica's pool, or has no tokens.
+            ValueError: it is longer than a replica's pool, has no tokens, or a bad namespace. Nothing changes.
         """
+        parts(request.namespace)
         if not self.fits(request, max_tokens):
             raise ValueError(f"request: expected one that fits into every pool, got {request.num_prompt_tokens} tokens")
         self._send(_Sent(request, max_tokens, self.now_s))

@@ -90,7 +90,8 @@ class RunningSequences:
             assert sequence.blocks is not None
             room = len(sequence.blocks.block_table) * block_size + 1 - end
             fewest = min(fewest, -end % stride, room)
-            if fewest <= 0 or end - sequence.num_computed != 1:
+            # The last token of a prompt, left over by a chunk, is no decode: what it brings is a first token.
+            if fewest <= 0 or end - sequence.num_computed != 1 or end == sequence.num_prompt_tokens:
                 return 0
         return fewest if self.by_arrival else 0
 

@@ -102,6 +102,7 @@ ARROWS = {
     },
     "radixkv.fleet": {
         "radixkv.batch",
+        "radixkv.cache",
         "radixkv.routing",
         "radixkv.simulate",
         "radixkv.step_stats",

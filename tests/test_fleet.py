@@ -174,3 +174,44 @@ def test_bad_arguments():
         fleet.submit(TraceRequest("long", pack([1] * 3000)))
     with pytest.raises(ValueError, match=r"until_s: expected a time from 0\.0 s on, got -1"):
         fleet.advance(-1)
+
+
+def test_a_replica_too_small_for_what_may_move_there_is_refused():
+    sizes = iter([500, 2, 500])
+    fleet = Fleet("round_robin", lambda **hooks: make_simulator(next(sizes), **hooks), num_replicas=1)
+    for request in requests(3):
+        fleet.submit(request)
+    with pytest.raises(ValueError, match="small: expected a pool"):
+        fleet.add_replica("small")
+    assert fleet.names == ["replica0"]
+    fleet.add_replica("large")
+    fleet.kill("replica0")
+    ended = []
+    while fleet.next_event_time() < float("inf"):
+        ended += fleet.advance(fleet.next_event_time())
+    assert sorted(served.request_id for served in ended) == ["r0", "r1", "r2"]
+    assert all(not replica.num_requests for replica in fleet.router.replicas)
+
+
+def test_a_request_that_is_refused_leaves_no_trace():
+    fleet = make_fleet("least_loaded", 2)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="namespace"):
+            fleet.submit(TraceRequest("x", pack([1, 2]), namespace="bad"))
+    assert all(not replica.num_requests and not replica.queued_tokens for replica in fleet.router.replicas)
+
+
+def test_a_replica_that_hangs_computes_nothing():
+    fleet = make_fleet("round_robin", 1, health_timeout_s=5.0)
+    first, second = requests(2)
+    fleet.submit(first)
+    fleet.kill("replica0", is_noticed=False)
+    dead = fleet.simulator("replica0")
+    fleet.advance(3.0)
+    fleet.submit(second)
+    assert dead.num_finished == 0 and dead.now_s == 0.0
+    fleet.add_replica("new")
+    ended = []
+    while fleet.next_event_time() < float("inf"):
+        ended += fleet.advance(fleet.next_event_time())
+    assert sorted(served.request_id for served in ended) == ["r0", "r1"]

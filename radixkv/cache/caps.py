@@ -28,6 +28,8 @@ def check_caps(caps: TenantCaps) -> TenantCaps:
     """Returns caps; raises ValueError unless they are a number of blocks for every tenant, or one for each by salt."""
     if isinstance(caps, Mapping):
         for tenant, cap in caps.items():
+            if not isinstance(tenant, str):
+                raise ValueError(f"tenant_caps: expected the values of salts, as str, got {tenant!r}")
             check_count(f"tenant_caps[{tenant!r}]", cap)
         return dict(caps)
     return check_count("tenant_caps", caps)
@@ -80,7 +82,7 @@ class CappedTree(RadixTree):
         above: Node | None = node
         while above is not None and not above.pins:
             assert not above.is_forgotten
-            self.num_unpinned[self.owner(above)] -= self._num_own(above)
+            self._change(self.owner(above), -self._num_own(above))
             above = above.parent
         super().pin(node)
 
@@ -92,7 +94,7 @@ class CappedTree(RadixTree):
                 let_go.append(above)
             above = above.parent
         for each in let_go:
-            self.num_unpinned[self.owner(each)] += self._num_own(each)
+            self._change(self.owner(each), self._num_own(each))
         super().unpin(node, stamp=stamp)
         for owner in {self.owner(each) for each in let_go}:
             self._give_up(owner)
@@ -108,27 +110,45 @@ class CappedTree(RadixTree):
             if len(heap) > 64 and len(heap) > 2 * len(self.leaves):
                 heap[:] = sorted(item for item in heap if item[3].entry == item[2])
 
+    def _change(self, owner: str | None, num_blocks: int) -> None:
+        """Counts blocks of a tenant; of one that holds nothing any more, nothing is kept."""
+        self.num_unpinned[owner] += num_blocks
+        if not self.num_unpinned[owner]:
+            del self.num_unpinned[owner]
+            self._leaves_of.pop(owner, None)
+
+    def committed(self, nodes: Iterable[Node]) -> None:
+        """Blocks in these nodes are computed by now: what could not be given up while a step might withdraw it, can."""
+        for owner in {self.owner(node) for node in nodes if not node.pins and node.parent is not None}:
+            self._give_up(owner)
+
     def _give_up(self, owner: str | None) -> None:
-        """Takes what is over a tenant's cap off its leaves, the least recently used first."""
+        """Takes what is over a tenant's cap off its leaves, the least recently used first; none of a step under way.
+
+        A block that a step has yet to compute may be withdrawn, and is its inserter's then: it can't be given up.
+        """
         over = self.num_unpinned[owner] - cap_of(self.caps, owner)
         heap = self._leaves_of.get(owner, [])
+        fresh = []
         while over > 0 and heap:
             _, _, entry, node = heap[0]
             if node.entry != entry or not self._num_own(node):
                 heappop(heap)
                 continue
+            if node.fresh:
+                fresh.append(heappop(heap))
+                continue
             num_taken = int(min(over, self._num_own(node)))
             kept = node.num_blocks - num_taken
             self.superseded.extend(unpack(node.blocks)[kept:][::-1].tolist())
             over -= num_taken
-            node.fresh = max(node.fresh - num_taken, 0)
-            if not node.fresh:
-                self.fresh.pop(node, None)
             if kept:
                 self._trim(node, kept)
             else:
                 self.leave_leaves(node)
                 self._unlink(node)
+        for item in fresh:
+            heappush(heap, item)
 
     # ---- what else changes whose blocks are whose
 
@@ -153,20 +173,20 @@ class CappedTree(RadixTree):
     def _forget(self, *nodes: Node) -> None:
         for node in nodes:
             if not node.pins and node.parent is not None:
-                self.num_unpinned[self.owner(node)] -= self._num_own(node)
+                self._change(self.owner(node), -self._num_own(node))
         for node in nodes:
             self._owners.pop(node, None)
 
     def _count(self, *nodes: Node) -> None:
         for node in nodes:
             if not node.pins and node.parent is not None:
-                self.num_unpinned[self.owner(node)] += self._num_own(node)
+                self._change(self.owner(node), self._num_own(node))
 
     def _trim(self, node: Node, num_blocks: int) -> None:
         before = self._num_own(node)
         super()._trim(node, num_blocks)
         if not node.pins:
-            self.num_unpinned[self.owner(node)] += self._num_own(node) - before
+            self._change(self.owner(node), self._num_own(node) - before)
 
     def _unlink(self, leaf: Node) -> None:
         self._forget(leaf)
@@ -185,6 +205,8 @@ class CappedTree(RadixTree):
         for node in nodes:  # grows while it is walked
             nodes.extend(node.children.values())
         self._count(*nodes)
+        for owner in list(self.num_unpinned):
+            self._give_up(owner)
         return taken
 
     def forget(self, top: Node) -> tuple[list[int], list[int]]:
@@ -195,16 +217,17 @@ class CappedTree(RadixTree):
         return super().forget(top)
 
     def check_caps(self) -> None:
-        """Raises CacheCorruption unless the counts are right and no tenant is over its cap. O(nodes)."""
+        """Raises CacheCorruption unless the counts are right and, between steps, no tenant is over its cap."""
         counts: Counter[str | None] = Counter()
         nodes = list(self.root.children.values())
         for node in nodes:
             nodes.extend(node.children.values())
             if not node.pins:
                 counts[self.owner(node)] += self._num_own(node)
-        if counts != +self.num_unpinned:
+        if +counts != +self.num_unpinned:
             raise CacheCorruption(f"violated: unpinned blocks are counted by tenant, got {self.num_unpinned}")
-        for owner, count in counts.items():
+        # What a step has yet to compute, and what is above it, can't be given up before the step has ended.
+        for owner, count in counts.items() if not self.fresh else ():
             if count > cap_of(self.caps, owner):
                 raise CacheCorruption(f"violated: {owner!r} holds at most its cap, got {count} blocks")
 
@@ -216,7 +239,8 @@ class CappedQueue(FreeQueue):
         super().__init__()
         self.caps = caps
         self.owners: dict[int, str | None] = {}  # of every cached block; kept by the flat hash
-        self._unpinned: dict[str | None, OrderedDict[int, None]] = {}
+        self._unpinned: dict[str | None, OrderedDict[int, None]] = {}  # none is empty
+        self._grown: set[str | None] = set()  # tenants that have got unpinned blocks since the caps were looked at
 
     def pin(self, blocks: Iterable[int]) -> None:
         blocks = list(blocks)
@@ -229,6 +253,7 @@ class CappedQueue(FreeQueue):
         for block in reversed(blocks):
             if block not in self.num_pins:
                 self._unpinned.setdefault(self.owners[block], OrderedDict())[block] = None
+                self._grown.add(self.owners[block])
 
     def cancel(self, blocks: Sequence[int]) -> None:
         super().cancel(blocks)
@@ -237,6 +262,7 @@ class CappedQueue(FreeQueue):
                 order = self._unpinned.setdefault(self.owners[block], OrderedDict())
                 order[block] = None
                 order.move_to_end(block, last=False)  # about where it was
+                self._grown.add(self.owners[block])
 
     def take(self, num_blocks: int, rank: Any = None) -> list[int]:
         taken = super().take(num_blocks, rank)
@@ -256,13 +282,19 @@ class CappedQueue(FreeQueue):
         order = self._unpinned.get(self.owners[block])
         if order is not None:
             order.pop(block, None)
+            if not order:
+                del self._unpinned[self.owners[block]]
 
     def take_over_caps(self) -> list[int]:
-        """Takes out what tenants hold above their caps. O(tenants + blocks taken)."""
+        """Takes out what tenants hold above their caps. O(tenants let go since the last time + blocks taken)."""
         taken = []
-        for tenant, order in self._unpinned.items():
+        for tenant in self._grown:
+            order = self._unpinned.get(tenant, OrderedDict())
             while len(order) > cap_of(self.caps, tenant):
                 block, _ = order.popitem(last=False)
                 taken.append(block)
+            if not order:
+                self._unpinned.pop(tenant, None)
+        self._grown.clear()
         self.remove(taken)
         return taken

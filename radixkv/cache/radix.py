@@ -255,6 +255,8 @@ class RadixCache:
                 self._announce(node, node.num_blocks - node.fresh, node.num_blocks)
         for node in fresh:
             node.fresh = 0
+        if fresh and isinstance(self.tree, CappedTree):
+            self.tree.committed(fresh)
         fresh.clear()
         self._moved.clear()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isfinite, nan
 from typing import Protocol
 
 import numpy as np
@@ -39,7 +39,7 @@ class OpenLoop:
         times_s: one for each; None: the trace's own timestamps, counted from its first.
 
     Raises:
-        ValueError: while it is read: a request without a timestamp, or times that go back.
+        ValueError: while it is read: a request without a timestamp, too few times, or one that goes back or is endless.
     """
 
     def __init__(self, requests: Iterable[TraceRequest], times_s: Iterable[float] | None = None) -> None:
@@ -56,13 +56,15 @@ class OpenLoop:
             self.next_s = inf
             return
         if self._times is not None:
-            at_s = next(self._times)
+            at_s = next(self._times, nan)
+            if not isfinite(at_s):
+                raise ValueError(f"times_s: expected a finite time for {self._request.id!r}, got {at_s} or none")
         elif self._request.timestamp_s is None:
             raise ValueError(f"requests: expected a timestamp for {self._request.id!r}, got none; give times_s")
         else:
             self._origin_s = self._request.timestamp_s if self._origin_s is None else self._origin_s
             at_s = self._request.timestamp_s - self._origin_s
-        if at_s < self.next_s:
+        if not self.next_s <= at_s < inf:
             raise ValueError(f"times_s: expected times in order, got {at_s} s after {self.next_s} s")
         self.next_s = at_s
 
@@ -113,6 +115,8 @@ class ClosedLoop:
     def __init__(self, requests: Iterable[TraceRequest], num_open: int, think_s: float = 0.0) -> None:
         if num_open < 1:
             raise ValueError(f"num_open: expected an int >= 1, got {num_open!r}")
+        if not 0 <= think_s < inf:
+            raise ValueError(f"think_s: expected a time >= 0, got {think_s!r}")
         sessions: dict[str, deque[TraceRequest]] = {}
         for number, request in enumerate(requests):
             # A name of our own: traces repeat theirs.

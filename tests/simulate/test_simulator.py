@@ -1,7 +1,7 @@
 """The simulator against the engine, the dry run and the replay; loads against counting; time never goes back."""
 
 import random
-from math import inf
+from math import inf, nan
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from radixkv.ordering import ORDERS
 from radixkv.replay import CacheConfig, Replay
 from radixkv.request import Request, SamplingParams
 from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.simulate import ClosedLoop, OpenLoop, Simulator, StepLoad, at_once, run
+from radixkv.simulate import ClosedLoop, OpenLoop, Roofline, Simulator, StepLoad, at_once, run
 from radixkv.simulate import simulator as simulator_module
 from radixkv.tokens import pack
 from radixkv.workloads import TraceRequest, open_workload
@@ -396,3 +396,30 @@ def test_what_cannot_be_is_refused():
     stopped.submit(short)
     with pytest.raises(ValueError, match="cost: expected a step above 0 s"):
         stopped.advance(inf)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_whose_last_token_a_chunk_left_over_has_a_first_token(n):
+    def serve(**watched):
+        cost = Roofline.of("llama-3-8b", "h100-sxm")
+        simulator = Simulator(Scheduler(KVManager(RadixCache(16), 1000)), cost, **watched)
+        simulator.submit(Request("big", tuple(range(2040)), SamplingParams(max_tokens=20)), 0.0)
+        simulator.submit(Request("small", tuple(range(5000, 5009)), SamplingParams(max_tokens=8, n=n)), 0.0)
+        served = simulator.advance(inf)
+        assert not simulator.num_unfinished
+        return [(each.request_id, each.metrics.first_token_s, each.metrics.finished_s) for each in served]
+
+    found = serve()
+    assert len(found) == 2 and all(first is not None for _, first, _ in found)
+    assert found == serve(on_step=lambda stats: None)
+
+
+def test_times_must_be_finite_and_enough():
+    requests = [TraceRequest(str(i), pack([1, 2])) for i in range(2)]
+    for times in ([0.0, nan], [0.0, inf], [0.0]):
+        loop = OpenLoop(requests, times)
+        with pytest.raises(ValueError, match="times_s"):
+            loop.next()
+    for think_s in (nan, inf, -1.0):
+        with pytest.raises(ValueError, match="think_s"):
+            ClosedLoop(requests, 1, think_s)
