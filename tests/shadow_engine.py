@@ -146,6 +146,9 @@ CACHES = {
     "radix": RadixCache,
     "radix whole": lambda block_size: RadixCache(block_size, partial_blocks=False),
     "radix cost": lambda block_size: RadixCache(block_size, policy="cost"),
+    "radix capped": lambda block_size: RadixCache(block_size, policy="probation", tenant_caps={"a": 1, "b": 3}),
+    "radix whole capped": lambda block_size: RadixCache(block_size, partial_blocks=False, tenant_caps=2),
+    "flat_hash capped": lambda block_size: FlatHashCache(block_size, tenant_caps={"a": 1, "b": 3}),
     "flat_hash": FlatHashCache,
     "flat_hash colliding": lambda block_size: FlatHashCache(block_size, verify=True, digest_bits=4),
 }
@@ -165,13 +168,14 @@ class ShadowMachine(RuleBasedStateMachine):
         pool_tokens=st.sampled_from([48, 70, 120, 400]),
         budget=st.sampled_from([5, 16, 64]),
         max_num_seqs=st.sampled_from([2, 4, 64]),
-        order=st.sampled_from(["fcfs", "longest_prefix", "depth_first"]),
+        order=st.sampled_from(["fcfs", "longest_prefix", "depth_first", "random"]),
         max_overtakes=st.sampled_from([0, 2, 64]),
+        queue_aware=st.booleans(),
     )
-    def start(self, cache, block_size, pool_tokens, budget, max_num_seqs, order, max_overtakes):
+    def start(self, cache, block_size, pool_tokens, budget, max_num_seqs, order, max_overtakes, queue_aware):
         self.num_blocks = -(-pool_tokens // block_size)
         self.manager = KVManager(CACHES[cache](block_size), self.num_blocks)
-        scheduler = Scheduler(self.manager, SchedulerConfig(budget, max_num_seqs, order, max_overtakes))
+        scheduler = Scheduler(self.manager, SchedulerConfig(budget, max_num_seqs, order, max_overtakes, queue_aware))
         self.runner = ShadowRunner(scheduler)
         self.engine = Engine(self.runner, scheduler)
         self.has_failed = False
@@ -186,8 +190,10 @@ class ShadowMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([1, 2, 5, 12, 24]),
         n=st.sampled_from([1, 1, 1, 3]),
         seed=st.none() | st.integers(0, 3),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+        keep_steps=st.sampled_from([0, 0, 0, 3, 50]),
     )
-    def add(self, like, keep, more, namespace, max_tokens, n, seed):
+    def add(self, like, keep, more, namespace, max_tokens, n, seed, priority, keep_steps):
         """A prompt that begins as an earlier one and its answer do. With a seed it is sampled, without one greedy."""
         text, answer = self.texts[like % len(self.texts)]
         tokens = (text + answer)[:keep] + more
@@ -195,7 +201,8 @@ class ShadowMachine(RuleBasedStateMachine):
         if len(tokens) + max_tokens - 1 > self.num_blocks * self.runner.block_size:
             return
         name = str(len(self.asked))
-        self.engine.add_request(tokens, params, request_id=name, namespace=namespace)
+        hints = {"priority": priority, "keep_steps": keep_steps}
+        self.engine.add_request(tokens, params, request_id=name, namespace=namespace, **hints)
         generation = self.engine.generation(name)
         self.texts = [*self.texts[-5:], (tokens, generation.samples[0].token_ids)]
         self.asked[name] = (generation, tokens, namespace, params)

@@ -186,4 +186,17 @@ FAULTS = [
         "blocks.astype(np.int64) * self.block_size + (positions + 1) % self.block_size",
         ("tests/model/test_runner.py",),
     ),
+    # ---- tenants
+    Fault(
+        "a cap gives up blocks of a step under way",
+        "            if node.fresh:\n                fresh.append(heappop(heap))\n                continue\n",
+        "",
+        ("tests/cache/test_caps.py",),
+    ),
+    Fault(
+        "a watch outlives what was forgotten",
+        "                self.watches.cut(node, node.parent)\n        self._detach(top)",
+        "                pass\n        self._detach(top)",
+        ("tests/cache/test_watch.py",),
+    ),
 ]
