@@ -25,11 +25,11 @@ def scraped(engine):
 def machine():
     """Preempted, retried, aborted, broken: all of it in one script."""
     machine = ShadowMachine()
-    machine.start("radix", 3, 60, 16, 4, "fcfs", 64)
+    machine.start("radix", 3, 60, 16, 4, "fcfs", 64, False)
     for i in range(6):
-        machine.add(0, 33, [i, i, 1], None, 24, 1, None)
+        machine.add(0, 33, [i, i, 1], None, 24, 1, None, 0, 0)
         machine.step(1)
-    machine.add(0, 5, [5, 5], None, 3, 3, 1)
+    machine.add(0, 5, [5, 5], None, 3, 3, 1, 0, 0)
     machine.fail_once("garbage")
     machine.step(2)
     machine.abort(5)

@@ -1,5 +1,6 @@
 """Random scripts on the whole engine over a shadow pool (`shadow_engine`): nothing lost, nobody else's KV."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 sys.path.insert(0, str(Path(__file__).parent))
 from shadow_engine import ShadowMachine
+
+NUM_SCRIPTS = int(os.environ.get("RADIXKV_SCRIPTS", "100"))
 
 
 def run(num_runs, **options):
@@ -25,8 +28,8 @@ def run(num_runs, **options):
 
 
 def test_random_scripts():
-    met = run(100)
-    assert met["runs"] >= 100
+    met = run(NUM_SCRIPTS)
+    assert met["runs"] >= NUM_SCRIPTS
     assert all(met[what] > 0 for what in ("hits", "preemptions", "evictions", "errors", "copies", "resets")), met
 
 

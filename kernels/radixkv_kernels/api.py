@@ -53,7 +53,8 @@ def paged_attention(
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim] q's dtype or float8_e4m3fn; any strides. Holds the new
             tokens' keys already (`store_kv`).
         v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim] k_cache's dtype; any strides.
-        cu_seqlens_q: [num_seqs + 1] int32; sequence s has rows [cu_seqlens_q[s], cu_seqlens_q[s + 1]).
+        cu_seqlens_q: [num_seqs + 1] int32; sequence s has rows [cu_seqlens_q[s], cu_seqlens_q[s + 1]). Rows of q
+            after the last are padding: what the output holds for them is not defined.
         block_table: [num_seqs, max_blocks] int32; ids of blocks that no row sees may be anything.
         seq_lens: [num_seqs] int32, this call's tokens included; 0 for a padding row.
         kv_indptr, kv_indices, last_block_len: [num_seqs + 1], [n], [num_seqs] int32; instead of the two above.

@@ -58,6 +58,11 @@ class Node:
     def num_blocks(self) -> int:
         return len(self.blocks) // BLOCK_ID_BYTES
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether its first block is of a finished step, so that rows can be copied from it."""
+        return self.fresh < self.num_blocks
+
     def num_common_tokens(self, key: bytes, at: int, is_plain: bool) -> int:
         """Counts the tokens that the span and a key from byte `at` on have in common.
 
@@ -104,7 +109,7 @@ class Node:
         if len(children) < 2:
             for key, child in children.items():
                 common = min(child.num_common_tokens(tokens, 0, is_plain), len(key) // TOKEN_BYTES)
-                if common and child.fresh < child.num_blocks:
+                if common and child.is_computed:
                     return child, common
             return None, 0
         order = self.in_order()
@@ -116,7 +121,7 @@ class Node:
                 common = min(child.num_common_tokens(tokens, 0, is_plain), len(key) // TOKEN_BYTES)
                 if common <= most:
                     break
-                if child.fresh < child.num_blocks:
+                if child.is_computed:
                     best, most = child, common
                     break
                 key, at = step(at)

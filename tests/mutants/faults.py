@@ -36,8 +36,8 @@ FAULTS = [
     ),
     Fault(
         "what this very step computes is copied from",
-        "if common and child.fresh < child.num_blocks:",
-        "if common:",
+        "        return self.fresh < self.num_blocks\n",
+        "        return True\n",
     ),
     Fault(
         "an advance keeps the partial match behind it",

@@ -37,7 +37,12 @@ def plant(package, fault):
 def caught_by(copy, tests):
     """Returns the first of the tests that fails, or None."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / ".h")}
+    environment = {
+        "RADIXKV_SCRIPTS": "800",
+        **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / ".h"),
+    }
     done = subprocess.run(
         [*command, "--hypothesis-profile=mutants", *tests],
         cwd=copy,
