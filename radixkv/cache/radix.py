@@ -239,6 +239,8 @@ class RadixCache:
         if not 0 < len(tokens) < self.tree.width:
             expected = f"1..{self.block_size - 1} tokens"
             raise ValueError(f"tail.token_ids: expected {expected}, got {len(tokens) // TOKEN_BYTES}")
+        if lease.namespace is None and has_negative(tokens):
+            raise ValueError(f"tail.token_ids: expected ids >= 0, got {_unpacked(tokens).min()}")
         block = pack_blocks([tail.block_id], 1)
         if lease.is_stale:
             self.tree.num_blocks += 1

@@ -487,3 +487,12 @@ def test_tokens_are_counted_not_rows():
     cache = RadixCache(16)
     put(cache, tokens(0, 20), 0, tail=True)
     assert cache.num_cached_tokens == 20 and cache.sizes == (0, 2)
+
+
+def test_a_tail_of_packed_negative_ids_is_refused():
+    cache = RadixCache(3)
+    lease = cache.acquire([0])
+    with pytest.raises(ValueError, match=r"tail.token_ids: expected ids >= 0, got -1"):
+        cache.release(lease, Tail(b"\xff\xff\xff\xff", 0))
+    cache.release(lease)
+    cache.check()
