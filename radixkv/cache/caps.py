@@ -111,11 +111,16 @@ class CappedTree(RadixTree):
                 heap[:] = sorted(item for item in heap if item[3].entry == item[2])
 
     def _change(self, owner: str | None, num_blocks: int) -> None:
-        """Counts blocks of a tenant; of one that holds nothing any more, nothing is kept."""
+        """Counts blocks of a tenant; of one that holds nothing any more, no count is kept."""
         self.num_unpinned[owner] += num_blocks
         if not self.num_unpinned[owner]:
             del self.num_unpinned[owner]
-            self._leaves_of.pop(owner, None)
+
+    def _left(self, owners: Iterable[str | None]) -> None:
+        """Blocks of these tenants are gone for good: of one that holds nothing any more, nothing is kept."""
+        for owner in owners:
+            if owner not in self.num_unpinned:
+                self._leaves_of.pop(owner, None)
 
     def committed(self, nodes: Iterable[Node]) -> None:
         """Blocks in these nodes are computed by now: what could not be given up while a step might withdraw it, can."""
@@ -189,8 +194,10 @@ class CappedTree(RadixTree):
             self._change(self.owner(node), self._num_own(node) - before)
 
     def _unlink(self, leaf: Node) -> None:
+        owner = self.owner(leaf)
         self._forget(leaf)
         super()._unlink(leaf)
+        self._left([owner])
 
     def _supersede(self, tail: Node | None) -> None:
         if tail is not None:
@@ -205,6 +212,7 @@ class CappedTree(RadixTree):
         for node in nodes:  # grows while it is walked
             nodes.extend(node.children.values())
         self._count(*nodes)
+        self._left(list(self._leaves_of))
         for owner in list(self.num_unpinned):
             self._give_up(owner)
         return taken
@@ -213,8 +221,11 @@ class CappedTree(RadixTree):
         nodes = [top]
         for node in nodes:  # grows while it is walked
             nodes.extend(node.children.values())
+        owners = {self.owner(node) for node in nodes}
         self._forget(*reversed(nodes))  # a node's owner is its parent's
-        return super().forget(top)
+        taken = super().forget(top)
+        self._left(owners)
+        return taken
 
     def check_caps(self) -> None:
         """Raises CacheCorruption unless the counts are right and, between steps, no tenant is over its cap."""

@@ -231,3 +231,21 @@ def test_caps_count_rightly_after_a_reset_with_leases_held(name):
     free += cache.evict(200).tolist()
     cache.check()
     assert sorted(free) == list(range(200))
+
+
+def test_a_split_of_all_that_a_tenant_holds_keeps_it_under_its_cap():
+    cache = RadixCache(1, tenant_caps=8)
+    tenant = Salt("a")
+
+    def put(tokens, block):
+        lease = cache.acquire(tokens, tenant)
+        rest = tokens[lease.num_tokens :]
+        cache.insert(lease, rest, list(range(block, block + len(rest))))
+        cache.commit()
+        cache.release(lease)
+        cache.check()
+
+    put([1, 2, 3, 4, 5, 6, 7, 8], 0)
+    cache.cancel(cache.acquire([1, 2, 3, 9], tenant))  # splits the one leaf, and lets it go again
+    put([5, 6, 7, 8, 9, 1, 2, 3], 100)
+    assert cache.sizes.evictable - cache.num_superseded_blocks <= 8
