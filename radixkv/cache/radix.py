@@ -296,6 +296,7 @@ class RadixCache:
             kept += blocks[1]
         self._sweep()
         self.tree.leaves.sweep()
+        self.tree.last.sweep()
         if self._events.active:
             if namespace is None:
                 self._events.cleared()
