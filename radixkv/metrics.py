@@ -95,10 +95,13 @@ class Metrics:
         assert generation.metrics.finished_s is not None
         self.request_latency_s.observe(generation.metrics.finished_s - generation.metrics.arrival_s)
 
+    def took(self, num_preemptions: int, num_evicted_blocks: int) -> None:
+        """A step has taken this from others, whether it was finished or not."""
+        self.num_preemptions += num_preemptions
+        self.num_evicted_blocks += num_evicted_blocks
+
     def stepped(self, stats: StepStats) -> None:
         """A step is over."""
-        self.num_preemptions += stats.num_preemptions
-        self.num_evicted_blocks += stats.num_evicted_blocks
         self._num_running, self._num_waiting = stats.num_running, stats.num_waiting
         self._usage = (stats.sizes.private + stats.sizes.pinned) / max(stats.sizes.num_blocks, 1)
 

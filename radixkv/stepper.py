@@ -45,17 +45,23 @@ class Stepper:
 
     def step(self, take_in: Callable[[], None]) -> StepStats:
         """Runs a step, `take_in` first. Whatever is raised out of it has left nothing behind (see `Engine.step`)."""
+        before = self._counts()
         try:
-            stats = self._step(take_in)
+            stats = self._step(take_in, before)
         except BaseException:
             self.scheduler.withdraw()
             raise
+        finally:  # what a broken step has taken from others is gone all the same
+            self.metrics.took(*(now - then for now, then in zip(self._counts(), before, strict=True)))
         self.metrics.stepped(stats)
         return stats
 
-    def _step(self, take_in: Callable[[], None]) -> StepStats:
+    def _counts(self) -> tuple[int, int]:
+        return self.scheduler.num_preemptions, self.scheduler.manager.num_evicted_blocks
+
+    def _step(self, take_in: Callable[[], None], before: tuple[int, int]) -> StepStats:
         scheduler, manager = self.scheduler, self.scheduler.manager
-        before = (scheduler.num_hit_tokens, scheduler.num_preemptions, manager.num_evicted_blocks, self._num_ended)
+        num_hit_tokens, num_ended = scheduler.num_hit_tokens, self._num_ended
         started = self._clock()
         take_in()
         batch = scheduler.schedule()
@@ -81,16 +87,17 @@ class Stepper:
             min(max(s.num_prompt_tokens - item.start, 0), item.num_tokens)
             for s, item in zip(sequences, batch.sequences, strict=True)
         ]
+        num_preemptions, num_evicted_blocks = self._counts()
         return StepStats(
             step=self._num_steps,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_prefill_tokens=sum(prompts),
             num_decode_tokens=batch.num_tokens - sum(prompts),
-            num_hit_tokens=scheduler.num_hit_tokens - before[0],
-            num_preemptions=scheduler.num_preemptions - before[1],
-            num_evicted_blocks=manager.num_evicted_blocks - before[2],
-            num_finished=self._num_ended - before[3],
+            num_hit_tokens=scheduler.num_hit_tokens - num_hit_tokens,
+            num_preemptions=num_preemptions - before[0],
+            num_evicted_blocks=num_evicted_blocks - before[1],
+            num_finished=self._num_ended - num_ended,
             num_failed=num_failed,
             sizes=manager.sizes,
             schedule_s=scheduled - started,

@@ -290,6 +290,7 @@ class ShadowMachine(RuleBasedStateMachine):
         assert metrics.num_hit_tokens == sum(g.num_cached_tokens for g in started)
         assert metrics.num_generated_tokens == sum(g.num_tokens for g in generations)
         assert metrics.num_preemptions == scheduler.num_preemptions
+        assert metrics.num_evicted_blocks == self.manager.num_evicted_blocks
         assert sum(metrics.finished.values()) == len(generations)
 
     def ended_well(self, name, outputs, wanted):

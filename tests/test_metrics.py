@@ -71,6 +71,24 @@ def test_a_scrape_equals_the_engines_own_counts(machine):
     assert values["num_requests_running",] == values["num_requests_waiting",] == values["kv_cache_usage_perc",] == 0
 
 
+def test_what_an_interrupted_step_took_from_others_is_counted():
+    machine = ShadowMachine()
+    machine.start("radix", 3, 60, 16, 4, "fcfs", 64, False)
+    scheduler = machine.runner.scheduler
+    for i in range(6):
+        machine.add(0, 33, [i, i, 1], None, 24, 1, None, 0, 0)
+    taken_by_interrupted = [0, 0]
+    while machine.engine.has_unfinished_requests:
+        machine.fail_once("interrupt")
+        before = scheduler.num_preemptions, machine.manager.num_evicted_blocks
+        machine.one_step()
+        taken_by_interrupted[0] += scheduler.num_preemptions - before[0]
+        taken_by_interrupted[1] += machine.manager.num_evicted_blocks - before[1]
+        machine.one_step()
+    assert min(taken_by_interrupted) > 0
+    machine.teardown()  # compares the metrics with the scheduler's counts
+
+
 def test_every_metric_has_its_type_and_its_alert(machine):
     text = machine.engine.metrics.text()
     types = scraped(machine.engine)[1]
