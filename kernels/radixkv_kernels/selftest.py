@@ -50,7 +50,7 @@ def _differences(dtype: torch.dtype, fused: bool, head_dim: int, heads: int, thr
     k, v = (torch.randn(1, CELL_SIZE, heads, head_dim, generator=gen).to(dtype).transpose(1, 2) for _ in range(2))
     lo = torch.zeros(1, widest, dtype=torch.int64)
     bounds = RowBounds(lo, lo + CELL_SIZE, lo)
-    math = CellMath(fused, dtype, head_dim**-0.5, None, None if fused else 30.0, None)
+    math = CellMath(fused, False, dtype, head_dim**-0.5, None, None if fused else 30.0, None)
     torch.set_num_threads(threads[0])
     want = cell_partials(math, q, k, v, lo[:, 0], bounds, False)
     found = []

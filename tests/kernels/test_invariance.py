@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from radixkv_kernels import merge_states, paged_attention
+from radixkv_kernels.torch_impl import cells, gather
 
 from tests.kernels.problems import FP8, Shape, make, with_shape
 
@@ -172,3 +173,23 @@ def test_two_calling_threads_share_no_scratch():
             got = list(pool.map(lambda p: p.run(), problems))
             for (a, b), (c, d) in zip(got, want, strict=True):
                 assert torch.equal(a, c) and torch.equal(b, d)
+
+
+@dtypes
+@pytest.mark.parametrize("variant", ["plain", "mha", "group of 7, window", "wide head"])
+def test_half_cells_have_the_bits_of_whole_ones(variant, dtype, monkeypatch):
+    """Where this machine's products allow it, a cell whose later half nobody sees is read and computed by half."""
+    lens = (1, 128, 129, 257, 300, 384, 385, 511, 512, 2049, 2176)
+    problem = make(with_shape(BASE, **VARIANTS[variant], q_lens=(1,) * len(lens), seq_lens=lens, dtype=dtype))
+    asked = []
+    read = gather.CacheReader.read
+    monkeypatch.setattr(gather.CacheReader, "read", lambda self, *args: asked.append(args[1]) or read(self, *args))
+    found = problem.run()
+    halves = cells._halves_agree(dtype, problem.shape.head_dim)
+    assert (cells.HALF_CELL in asked) == halves
+    monkeypatch.setattr(cells, "_halves_agree", lambda *_: False)
+    asked.clear()
+    whole = problem.run()
+    assert set(asked) == {cells.CELL_SIZE}
+    for mine, theirs in zip(found, whole, strict=True):
+        assert torch.equal(mine, theirs)

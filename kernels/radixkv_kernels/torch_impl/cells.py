@@ -8,6 +8,7 @@ takes another kernel); `python -m radixkv_kernels.selftest` checks it on the mac
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ from ..interface import AttentionSpec, AttentionTensors
 
 CELL_SIZE = 256
 """KV tokens of a cell."""
+HALF_CELL = CELL_SIZE // 2
+"""Enough to compute a cell whose later half nobody sees, where `CellMath.halves` allows it."""
 RUN_CELLS = 8
 """Cells of a run."""
 ROW_MULTIPLE = 4
@@ -29,6 +32,8 @@ class CellMath:
 
     flash: bool
     """The fused CPU kernel; else batched matrix products in float32. Chosen by feature, dtype and device only."""
+    halves: bool
+    """A cell whose later half no row sees may be computed from its first half: the bits are the same."""
     compute_dtype: torch.dtype
     """What q, k and v are brought to before the products."""
     scale: float
@@ -54,7 +59,8 @@ class CellMath:
         slopes = None
         if tensors.alibi_slopes is not None:
             slopes = tensors.alibi_slopes.view(spec.num_kv_heads, 1, spec.group_size)
-        return CellMath(flash, dtype, scale, head_scale, spec.softcap, slopes)
+        halves = flash and _halves_agree(dtype, spec.head_dim)
+        return CellMath(flash, halves, dtype, scale, head_scale, spec.softcap, slopes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ def cell_partials(
     Args:
         q: [batch, num_kv_heads, rows, head_dim] compute_dtype; rows (token, head of the group), a multiple of
             ROW_MULTIPLE; batch may have stride 0.
-        k, v: [batch, num_kv_heads, CELL_SIZE, head_dim] compute_dtype, any strides. Finite everywhere.
+        k, v: [batch, num_kv_heads, CELL_SIZE (or HALF_CELL), head_dim] compute_dtype, any strides. Finite everywhere.
         first_token: [batch] int64, position of the cell's first token.
         bounds: of the rows. Rows that see nothing give lse -inf and out 0.
         masked: False where every row that matters sees the whole cell; the bits are the same either way.
@@ -90,11 +96,11 @@ def cell_partials(
     """
     visible = None
     if masked or math.slopes is not None:
-        tokens = first_token[:, None, None] + torch.arange(CELL_SIZE, device=q.device)
+        tokens = first_token[:, None, None] + torch.arange(k.shape[2], device=q.device)
         if masked:
             visible = (tokens >= bounds.lo[..., None]) & (tokens < bounds.hi[..., None])  # [batch, rows, cell]
     if math.flash:
-        return _flash(math, q, k, v, visible)
+        return _flash(math.scale, q, k, v, visible)
     x = torch.matmul(q, k.transpose(-1, -2))
     x.mul_(math.scale if math.head_scale is None else math.head_scale * math.scale)
     if math.softcap is not None:
@@ -113,18 +119,37 @@ def cell_partials(
     return lse.squeeze(-1), out
 
 
-def _flash(math: CellMath, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+def _flash(scale: float, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     mask = None
     if visible is not None:
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)[:, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=mask, scale=math.scale
+        q, k, v, 0.0, False, attn_mask=mask, scale=scale
     )
     lse = lse.contiguous()
     if visible is not None:
         # the kernel says 0 for a row that sees nothing; its out is 0 already
         lse.masked_fill_(~visible.any(-1)[:, None], -torch.inf)
     return lse, out
+
+
+@functools.cache
+def _halves_agree(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the fused kernel on this machine gives the bits of a cell with its later half masked from the first half.
+
+    Once a process, some milliseconds. Its sums are in order of keys, so it should; products may choose otherwise.
+    """
+    gen = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 2, CELL_SIZE, head_dim, generator=gen).to(dtype) for _ in range(2))
+    for rows in (4, 12, 32, 64):
+        q = torch.randn(2, 2, rows, head_dim, generator=gen).to(dtype)
+        hi = torch.randint(1, HALF_CELL + 1, (2, rows, 1), generator=gen)
+        visible = torch.arange(CELL_SIZE) < hi
+        whole = _flash(head_dim**-0.5, q, k, v, visible)
+        half = _flash(head_dim**-0.5, q, k[:, :, :HALF_CELL], v[:, :, :HALF_CELL], visible[..., :HALF_CELL])
+        if not all(torch.equal(x, y) for x, y in zip(whole, half, strict=True)):
+            return False
+    return True
 
 
 def _alibi(slopes: Tensor, tokens: Tensor, position: Tensor) -> Tensor:

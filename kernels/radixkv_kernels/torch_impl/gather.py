@@ -1,7 +1,7 @@
 """Brings cells of a paged cache into contiguous scratch, in the dtype of the products. For `narrow.py`, `wide.py`.
 
 A cell is read as *units*: the largest pieces of consecutive tokens that lie in one block and in one cell, so that
-`index_select` moves whole rows: gcd(block_size, CELL_SIZE) tokens where the cache's layout keeps tokens together, one
+`index_select` moves whole rows: gcd(block_size, HALF_CELL) tokens where the cache's layout keeps tokens together, one
 token where it doesn't.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .cells import CELL_SIZE
+from .cells import CELL_SIZE, HALF_CELL
 from .workspace import Workspace
 
 _BYTES_A_CHUNK = 8 << 20
@@ -30,9 +31,9 @@ class CacheReader:
         heads_together = s_dim == 1 and (s_head == self.head_dim or self.num_heads == 1)
         row_len = self.num_heads * self.head_dim if heads_together else self.head_dim
         self.per_head = not heads_together
-        self.unit = math.gcd(self.block_size, CELL_SIZE) if s_token == row_len or self.block_size == 1 else 1
+        self.unit = math.gcd(self.block_size, HALF_CELL) if s_token == row_len or self.block_size == 1 else 1
         self.rows: Tensor | None = None
-        self._targets: dict[int, tuple[Tensor, Tensor]] = {}
+        self._targets: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         if s_dim != 1:
             return  # no contiguous rows at all: read() indexes element by element
         steps = [s_block, s_token * self.unit] + ([s_head] if self.per_head else [])
@@ -51,61 +52,69 @@ class CacheReader:
         """Of one gathered cell."""
         return CELL_SIZE * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    def index(self, blocks: Tensor, offsets: Tensor) -> Tensor:
-        """What `read` takes, for any number of cells at once; slice it along dim 0.
-
-        blocks, offsets: [cells, CELL_SIZE // unit] int64, block id and first token within it of each unit.
-        """
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Readers of equal layout take the same indices."""
         if self.rows is None:
-            return torch.stack((blocks, offsets), 1)
-        index = blocks * self.block_step + torch.div(offsets, self.unit, rounding_mode="floor") * self.unit_step
+            return (self.block_size, self.unit)
+        steps = (self.block_step, self.unit_step, self.head_step)
+        return (self.block_size, self.unit, *steps, self.num_heads if self.per_head else 0)
+
+    def index(
+        self, block_ids: np.ndarray, start: np.ndarray, first: np.ndarray, lo: np.ndarray, hi: np.ndarray, tokens: int
+    ) -> Tensor:
+        """What `read` takes for the first `tokens` of each cell; slice it along dim 0.
+
+        block_ids: [..] ids of all sequences, one after the other. The rest [cells]: where the cell's sequence begins in
+        them, the cell's first token, and [lo, hi) with lo < hi: blocks outside of it are replaced by the nearest one
+        inside, as their ids may be anything. What is read in their place is zeroed by `zero_outside` or masked.
+        """
+        at = first[:, None] + np.arange(0, tokens, self.unit)
+        block = at // self.block_size
+        at -= block * self.block_size
+        np.maximum(block, (lo // self.block_size)[:, None], out=block)
+        np.minimum(block, ((hi - 1) // self.block_size)[:, None], out=block)
+        block += start[:, None]
+        blocks = block_ids.take(block).astype(np.int64)
+        if self.rows is None:
+            return torch.from_numpy(np.stack((blocks, at), 1)).to(self.cache.device)
+        index = blocks * self.block_step + at // self.unit * self.unit_step
         if self.per_head:
-            heads = torch.arange(self.num_heads, device=index.device) * self.head_step
-            index = index[:, None, :] + heads[:, None]
-        return index.flatten(1)
+            index = index[:, None, :] + (np.arange(self.num_heads) * self.head_step)[:, None]
+        return torch.from_numpy(index.reshape(len(index), -1)).to(self.cache.device)
 
-    def read(self, index: Tensor) -> Tensor:
-        """Gathers the cells of a slice of `index`.
+    def read(self, index: Tensor, tokens: int = CELL_SIZE) -> Tensor:
+        """Gathers so many tokens of cells, by a slice of their `index`.
 
-        Returns [cells, num_heads, CELL_SIZE, head_dim] self.dtype, in scratch that the next read overwrites.
+        Returns [cells, num_heads, tokens, head_dim] self.dtype, in scratch that the next read overwrites.
         """
         cells = index.shape[0]
         if self.rows is None:
             found = self.cache[index[:, 0], index[:, 1]]  # [cells, units, num_heads, head_dim]
-            return self._scratch(cells, self.dtype, found.device).copy_(found.transpose(1, 2))
-        if cells not in self._targets:
-            raw = self._scratch(cells, self.rows.dtype, index.device)
+            return self._scratch(cells, tokens, self.dtype, found.device).copy_(found.transpose(1, 2))
+        target = self._targets.get((cells, tokens))
+        if target is None:
+            raw = self._scratch(cells, tokens, self.rows.dtype, index.device)
             # the same memory with the units apart, in the order of the index
             whole = raw if self.per_head else raw.transpose(1, 2).flatten(2)
-            rows = whole.view(index.numel(), self.unit, self.rows.shape[2])
-            self._targets[cells] = rows, raw.view(self.cache.dtype)
-        rows, found = self._targets[cells]
+            target = whole.view(index.numel(), self.unit, self.rows.shape[2]), raw.view(self.cache.dtype)
+            self._targets[cells, tokens] = target
+        rows, found = target
         torch.index_select(self.rows, 0, index.reshape(-1), out=rows)
-        return found if found.dtype == self.dtype else self._scratch(cells, self.dtype, found.device).copy_(found)
+        return (
+            found if found.dtype == self.dtype else self._scratch(cells, tokens, self.dtype, found.device).copy_(found)
+        )
 
-    def _scratch(self, cells: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[cells, num_heads, CELL_SIZE, head_dim], stored heads first if per_head, else tokens first."""
+    def _scratch(self, cells: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[cells, num_heads, tokens, head_dim], stored heads first if per_head, else tokens first."""
         if self.per_head:
-            return self.workspace.take(self.name, (cells, self.num_heads, CELL_SIZE, self.head_dim), dtype, device)
+            return self.workspace.take(self.name, (cells, self.num_heads, tokens, self.head_dim), dtype, device)
         row = self.num_heads * self.head_dim
         # float32 tokens a multiple of 512 bytes apart share few sets of the first-level cache: +25 % in the products
         aligned = self.num_heads > 1 and dtype.itemsize == 4 and row % 128 == 0
         pad = _PAD_BYTES // dtype.itemsize if aligned else 0
-        buffer = self.workspace.take(self.name, (cells, CELL_SIZE, row + pad), dtype, device)[..., :row]
+        buffer = self.workspace.take(self.name, (cells, tokens, row + pad), dtype, device)[..., :row]
         return buffer.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
-
-
-def units_of(reader: CacheReader, first_tokens: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the units of cells lie, counted in blocks of their sequence: (block index, offset) [cells, units] int64.
-
-    Blocks outside of [lo, hi) token positions ([cells] each, lo < hi) are replaced by the nearest one inside: their
-    ids may be anything, and what is read in their place is zeroed by `zero_outside` or masked.
-    """
-    tokens = first_tokens[:, None] + torch.arange(0, CELL_SIZE, reader.unit, device=first_tokens.device)
-    first = torch.div(lo, reader.block_size, rounding_mode="floor")[:, None]
-    last = torch.div(hi - 1, reader.block_size, rounding_mode="floor")[:, None]
-    index = torch.div(tokens, reader.block_size, rounding_mode="floor")
-    return torch.minimum(torch.maximum(index, first), last), tokens % reader.block_size
 
 
 def zero_outside(cells: Tensor, first_tokens: list[int], lo: list[int], hi: list[int]) -> None:
@@ -113,7 +122,7 @@ def zero_outside(cells: Tensor, first_tokens: list[int], lo: list[int], hi: list
     for i, (first, a, b) in enumerate(zip(first_tokens, lo, hi, strict=True)):
         if a > first:
             cells[i, :, : a - first].zero_()
-        if b < first + CELL_SIZE:
+        if b < first + cells.shape[2]:
             cells[i, :, b - first :].zero_()
 
 

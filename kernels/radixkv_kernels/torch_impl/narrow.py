@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cells import CELL_SIZE, RUN_CELLS, RowBounds, cell_partials
-from .gather import CacheReader, cells_a_chunk, units_of, zero_outside
+from .cells import CELL_SIZE, HALF_CELL, RUN_CELLS, RowBounds, cell_partials
+from .gather import cells_a_chunk, zero_outside
 from .rows import Job
 from .state import State
 
@@ -105,12 +105,12 @@ def _run(job: Job, group: NarrowGroup, run: int) -> tuple[np.ndarray, State]:
     active = np.nonzero(seen.any(1))[0]
     seen = seen[active]
     whole = seen & (first >= group.full_lo[active][:, None]) & (first + CELL_SIZE <= group.full_hi[active][:, None])
-    cell_f, seq_f = np.nonzero(whole.T)
-    cell_e, seq_e = np.nonzero((seen & ~whole).T)
-    num_whole, num_pairs = len(cell_f), len(cell_f) + len(cell_e)
-    cell, seq = np.concatenate((cell_f, cell_e)), np.concatenate((seq_f, seq_e))
+    short = seen & ~whole & (group.hi[active][:, None] <= first + HALF_CELL) & job.math.halves
+    kinds = [np.nonzero(kind.T) for kind in (whole, seen & ~whole & ~short, short)]
+    cell, seq = (np.concatenate(x) for x in zip(*kinds, strict=True))
+    num_pairs = len(cell)
 
-    lse, out = _partials(job, group, active[seq], first[cell], num_whole)
+    lse, out = _partials(job, group, active[seq], first[cell], [len(seqs) for _, seqs in kinds])
     # place[cell, seq]: the pair's partial, or the identity that stands behind the last
     place = np.full((RUN_CELLS, len(active)), num_pairs)
     place[cell, seq] = np.arange(num_pairs)
@@ -127,12 +127,12 @@ def _run(job: Job, group: NarrowGroup, run: int) -> tuple[np.ndarray, State]:
 
 
 def _partials(
-    job: Job, group: NarrowGroup, seq: np.ndarray, first: np.ndarray, num_whole: int
+    job: Job, group: NarrowGroup, seq: np.ndarray, first: np.ndarray, counts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """The cells' results, in scratch: lse [pairs + 1, num_kv_heads, rows], out [.., v_head_dim] float32.
 
-    `seq`, `first` [pairs]: sequence of the group and first token of the cell; the first `num_whole` need no mask. The
-    entry behind the last is the identity.
+    `seq`, `first` [pairs]: sequence of the group and first token of the cell; first those that need no mask, then the
+    others, then those whose later half no row sees, `counts` of each. The entry behind the last is the identity.
     """
     spec, device = job.spec, group.q.device
     pairs, rows = len(seq), group.q.shape[2]
@@ -142,31 +142,27 @@ def _partials(
     out[pairs] = 0.0
     # tokens of the cell that some row sees
     lo, hi = np.maximum(group.lo[seq], first), np.minimum(group.hi[seq], first + CELL_SIZE)
-    readers = job.k_reader, job.v_reader
-    k_index, v_index = (_cell_index(job, reader, group.block_start[seq], first, lo, hi) for reader in readers)
     seq_t, first_t = torch.from_numpy(seq).to(device), torch.from_numpy(first).to(device)
     broken = np.concatenate(([0], np.cumsum(np.diff(seq) != 1)))  # grows where sequences do not follow one another
     step = cells_a_chunk(job.k_reader, job.v_reader)
-    edges = [*range(0, num_whole, step), *range(num_whole, pairs, step), pairs]
-    for a, b in itertools.pairwise(edges):
-        masked = a >= num_whole
-        k, v = job.k_reader.read(k_index[a:b]), job.v_reader.read(v_index[a:b])
-        if masked:
-            for cells in (k, v):
-                zero_outside(cells, first[a:b].tolist(), lo[a:b].tolist(), hi[a:b].tolist())
-        of = slice(int(seq[a]), int(seq[a]) + b - a) if broken[a] == broken[b - 1] else seq_t[a:b]
-        lse[a:b], out[a:b] = cell_partials(job.math, group.q[of], k, v, first_t[a:b], group.bounds[of], masked)
+    ends = list(itertools.accumulate(counts))
+    for begin, end, masked, tokens in zip(
+        [0, *ends], ends, (False, True, True), (CELL_SIZE, CELL_SIZE, HALF_CELL), strict=False
+    ):
+        if begin == end:
+            continue
+        kind = slice(begin, end)
+        k_index, v_index = job.indices(group.block_start[seq[kind]], first[kind], lo[kind], hi[kind], tokens)
+        for a in range(begin, end, step):
+            b = min(a + step, end)
+            k = job.k_reader.read(k_index[a - begin : b - begin], tokens)
+            v = job.v_reader.read(v_index[a - begin : b - begin], tokens)
+            if masked:
+                for cells in (k, v):
+                    zero_outside(cells, first[a:b].tolist(), lo[a:b].tolist(), hi[a:b].tolist())
+            of = slice(int(seq[a]), int(seq[a]) + b - a) if broken[a] == broken[b - 1] else seq_t[a:b]
+            lse[a:b], out[a:b] = cell_partials(job.math, group.q[of], k, v, first_t[a:b], group.bounds[of], masked)
     return lse, out
-
-
-def _cell_index(
-    job: Job, reader: CacheReader, start: np.ndarray, first: np.ndarray, lo: np.ndarray, hi: np.ndarray
-) -> Tensor:
-    """`reader.index` of cells; all arrays [cells]."""
-    device = job.tensors.q.device
-    first_t, lo_t, hi_t, start_t = (torch.from_numpy(x).to(device) for x in (first, lo, hi, start))
-    index, offsets = units_of(reader, first_t, lo_t, hi_t)
-    return reader.index(job.tensors.block_ids[start_t[:, None] + index].long(), offsets)
 
 
 def _write(job: Job, seqs: np.ndarray, tokens: int, out: Tensor, lse: Tensor) -> None:

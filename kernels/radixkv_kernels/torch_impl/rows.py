@@ -39,6 +39,8 @@ class Job:
     q_len: np.ndarray
     seq_len: np.ndarray
     block_start: np.ndarray
+    block_ids: np.ndarray
+    """The tensor of that name, on the host."""
 
     @staticmethod
     def of(
@@ -65,6 +67,7 @@ class Job:
             cu[1:] - cu[:-1],
             seq_len,
             block_start,
+            tensors.block_ids.cpu().numpy().reshape(-1),
         )
 
     def visible(self, seqs: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -77,6 +80,15 @@ class Job:
         if self.spec.window is not None:
             lo = np.clip(position - self.spec.window + 1, 0, hi)
         return lo, hi, position
+
+    def indices(
+        self, start: np.ndarray, first: np.ndarray, lo: np.ndarray, hi: np.ndarray, tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """What the two readers take for cells: see `CacheReader.index`."""
+        cells = (self.block_ids, start, first, lo, hi, tokens)
+        k_index = self.k_reader.index(*cells)
+        same = self.k_reader.layout == self.v_reader.layout
+        return k_index, k_index if same else self.v_reader.index(*cells)
 
     def query_rows(self, rows: Tensor) -> Tensor:
         """q[rows], rows [batch, tokens] -> [batch, num_kv_heads, padded rows, head_dim] compute_dtype, contiguous."""

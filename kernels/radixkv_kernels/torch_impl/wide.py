@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cells import CELL_SIZE, RUN_CELLS, RowBounds, cell_partials
-from .gather import CacheReader, units_of, zero_outside
+from .gather import zero_outside
 from .rows import Job
 from .state import State
 
@@ -55,7 +55,7 @@ def fold_tiles(job: Job, seq: int, tiles: list[WideTile]) -> None:
     for first in range(lo // run_tokens * run_tokens, hi, run_tokens) if hi > lo else ():
         a, b = max(lo, first), min(hi, first + run_tokens)
         cells = np.arange(a // CELL_SIZE, (b - 1) // CELL_SIZE + 1) * CELL_SIZE
-        k, v = (_gather(job, seq, reader, cells, a, b) for reader in (job.k_reader, job.v_reader))
+        k, v = _gather(job, seq, cells, a, b)
         for tile in tiles:
             _fold_run(job, tile, cells, k, v)
 
@@ -74,14 +74,14 @@ def _tiles(job: Job, seq: int) -> list[tuple[Tensor, WideTile]]:
     return tiles
 
 
-def _gather(job: Job, seq: int, reader: CacheReader, cells: np.ndarray, lo: int, hi: int) -> Tensor:
-    """Cells of one run [cells, num_kv_heads, CELL_SIZE, dim], zero outside of [lo, hi)."""
-    first = torch.from_numpy(cells).to(job.tensors.q.device)
+def _gather(job: Job, seq: int, cells: np.ndarray, lo: int, hi: int) -> list[Tensor]:
+    """Keys and values of cells of one run [cells, num_kv_heads, CELL_SIZE, dim], zero outside of [lo, hi)."""
     n = len(cells)
-    index, offsets = units_of(reader, first, first.clamp_min(lo), (first + CELL_SIZE).clamp_max(hi))
-    blocks = job.tensors.block_ids[int(job.block_start[seq]) + index].long()
-    gathered = reader.read(reader.index(blocks, offsets))
-    zero_outside(gathered, cells.tolist(), [lo] * n, [hi] * n)
+    start = np.full(n, job.block_start[seq])
+    indices = job.indices(start, cells, np.maximum(cells, lo), np.minimum(cells + CELL_SIZE, hi), CELL_SIZE)
+    gathered = [reader.read(index) for reader, index in zip((job.k_reader, job.v_reader), indices, strict=True)]
+    for found in gathered:
+        zero_outside(found, cells.tolist(), [lo] * n, [hi] * n)
     return gathered
 
 
