@@ -27,8 +27,6 @@ class Variant:
     stages: int
     needs_mma: bool
     """The kernel has a product of at least 16 rows that tensor cores should do."""
-    known_spills: int = 0
-    """Spill instructions that were looked at and lie outside of the tile loop: so many are no problem."""
 
     @property
     def aligned(self) -> set[str]:
@@ -71,9 +69,7 @@ def attention_variants(key: Key, config: Config) -> Iterator[Variant]:
         constants |= overrides
         types = argument_types(kernel, constants, pointers)
         tensor_cores = config.precision != "ieee" and config.block_m >= 16
-        # One address is kept in local memory from the start of a program to the end of an item.
-        spills = 2 if label == "plan, window" else 0
-        yield Variant(label, kernel, types, constants, config.num_warps, config.num_stages, tensor_cores, spills)
+        yield Variant(label, kernel, types, constants, config.num_warps, config.num_stages, tensor_cores)
 
 
 def tile_constants(head_dim: int, v_head_dim: int, config: Config) -> dict[str, Any]:
