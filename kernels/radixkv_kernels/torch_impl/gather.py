@@ -48,9 +48,9 @@ class CacheReader:
             self.rows = bytes_view.as_strided((last + 1, self.unit, row_len), (step, row_len, 1))
 
     @property
-    def cell_bytes(self) -> int:
-        """Of one gathered cell."""
-        return CELL_SIZE * self.num_heads * self.head_dim * self.dtype.itemsize
+    def token_bytes(self) -> int:
+        """Of one gathered token."""
+        return self.num_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -126,6 +126,6 @@ def zero_outside(cells: Tensor, first_tokens: list[int], lo: list[int], hi: list
             cells[i, :, b - first :].zero_()
 
 
-def cells_a_chunk(k: CacheReader, v: CacheReader) -> int:
-    """How many cells to gather at once so that they are still in the last-level cache when they are used."""
-    return max(1, _BYTES_A_CHUNK // (k.cell_bytes + v.cell_bytes))
+def cells_a_chunk(k: CacheReader, v: CacheReader, tokens: int) -> int:
+    """How many cells of so many tokens to gather at once so that they are still in the last-level cache when used."""
+    return max(1, _BYTES_A_CHUNK // (tokens * (k.token_bytes + v.token_bytes)))

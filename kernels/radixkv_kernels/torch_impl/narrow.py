@@ -144,7 +144,6 @@ def _partials(
     lo, hi = np.maximum(group.lo[seq], first), np.minimum(group.hi[seq], first + CELL_SIZE)
     seq_t, first_t = torch.from_numpy(seq).to(device), torch.from_numpy(first).to(device)
     broken = np.concatenate(([0], np.cumsum(np.diff(seq) != 1)))  # grows where sequences do not follow one another
-    step = cells_a_chunk(job.k_reader, job.v_reader)
     ends = list(itertools.accumulate(counts))
     for begin, end, masked, tokens in zip(
         [0, *ends], ends, (False, True, True), (CELL_SIZE, CELL_SIZE, HALF_CELL), strict=False
@@ -152,6 +151,7 @@ def _partials(
         if begin == end:
             continue
         kind = slice(begin, end)
+        step = cells_a_chunk(job.k_reader, job.v_reader, tokens)
         k_index, v_index = job.indices(group.block_start[seq[kind]], first[kind], lo[kind], hi[kind], tokens)
         for a in range(begin, end, step):
             b = min(a + step, end)
