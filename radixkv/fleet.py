@@ -21,6 +21,7 @@ from math import inf
 from typing import Any
 
 from radixkv.batch import ScheduledBatch
+from radixkv.cache.base import check_count
 from radixkv.cache.namespace import parts
 from radixkv.routing.policies import make_router
 from radixkv.routing.router import Assignment, NoReplicas
@@ -113,6 +114,9 @@ class Fleet:
         health_timeout_s: float = 1.0,
         **options: Any,
     ) -> None:
+        check_count("num_replicas", num_replicas)
+        if not isinstance(health_timeout_s, int | float) or not health_timeout_s > 0:
+            raise ValueError(f"health_timeout_s: expected a time over 0, got {health_timeout_s!r}")
         self.now_s = 0.0
         self.num_moved = 0
         self.router = make_router(router, clock=lambda: self.now_s, **options)

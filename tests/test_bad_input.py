@@ -17,11 +17,18 @@ from shadow_engine import CACHES, VOCABULARY, ShadowRunner, expected
 
 from radixkv.block_allocator import OutOfBlocks
 from radixkv.cache.base import Tail
+from radixkv.cache.eviction import Cost, Probation
+from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt
+from radixkv.cache.radix import RadixCache
 from radixkv.engine import Engine
+from radixkv.fleet import Fleet
 from radixkv.kv_manager import KVManager
 from radixkv.request import SamplingParams
+from radixkv.routing.policies import make_router
 from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.simulate.arrivals import ClosedLoop
+from radixkv.simulate.cost_model import Roofline
 
 ANYTHING = st.sampled_from(
     [
@@ -258,3 +265,45 @@ def test_limits(name, bad):
 @given(bad=ANYTHING)
 def test_block_sizes(make, bad):
     assert refused(make, bad)
+
+
+def _a_router():
+    router = make_router("round_robin")
+    router.add_replica("a")
+    return router, router.route([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("policy", lambda: RadixCache(16, policy=["lru"])),
+        ("policy", lambda: RadixCache(16, policy=None)),
+        ("share", lambda: Probation("x")),
+        ("share", lambda: Probation(float("nan"))),
+        ("knee_tokens", lambda: Cost(float("nan"))),
+        ("knee_tokens", lambda: Cost(None)),
+        ("watch", lambda: RadixCache(1).unwatch(None)),
+        ("watch", lambda: FlatHashCache(1).unwatch(3)),
+        ("rank", lambda: RadixCache(1).watch([1], rank=5)),
+        ("rank", lambda: FlatHashCache(1).watch([1], rank=(1, float("nan")))),
+        ("num_open", lambda: ClosedLoop([], "a")),
+        ("think_s", lambda: ClosedLoop([], 1, "a")),
+        ("block_size", lambda: Roofline.of("llama-3-8b", "h100-sxm").num_blocks(0)),
+        ("memory_share", lambda: Roofline.of("llama-3-8b", "h100-sxm").num_blocks(16, float("nan"))),
+        ("num_replicas", lambda: Fleet("round_robin", None, num_replicas=-1)),
+        ("health_timeout_s", lambda: Fleet("round_robin", None, health_timeout_s=float("nan"))),
+    ],
+)
+def test_odd_numbers_are_named(name, call):
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        call()
+
+
+def test_a_router_is_not_disturbed_by_a_wrong_count():
+    router, assignment = _a_router()
+    for count in (-1, 4, 1.5, "a"):
+        with pytest.raises(ValueError, match=r"^num_cached_tokens: expected"):
+            router.prefilled(assignment, count)
+    assert not assignment.is_prefilled
+    router.prefilled(assignment, 3)
+    assert assignment.is_prefilled

@@ -84,8 +84,8 @@ class Cost(Policy):
     name = "cost"
 
     def __init__(self, knee_tokens: int = 30_000) -> None:
-        if knee_tokens < 1:
-            raise ValueError(f"knee_tokens: expected >= 1, got {knee_tokens}")
+        if not isinstance(knee_tokens, int | float) or not knee_tokens >= 1:
+            raise ValueError(f"knee_tokens: expected a number >= 1, got {knee_tokens!r}")
         self.knee_tokens = knee_tokens  # where attention costs as much as the rest; 30,500 for Llama-3-8B
         self._age = 0.0
 
@@ -112,8 +112,8 @@ class Probation(Policy):
     name = "probation"
 
     def __init__(self, share: float = 0.5) -> None:
-        if not 0 <= share <= 1:
-            raise ValueError(f"share: expected 0 to 1, got {share}")
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"share: expected a number of 0 to 1, got {share!r}")
         self.share = share
         self._now = self._evicted_stamp = 0
 
@@ -146,6 +146,6 @@ def make_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
     return POLICIES[policy]()

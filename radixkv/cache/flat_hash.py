@@ -36,7 +36,7 @@ from radixkv.cache.free_queue import FreeQueue
 from radixkv.cache.hash_watch import HashWatches
 from radixkv.cache.hashing import CRYPTOGRAPHIC, BlockHasher, Parts
 from radixkv.cache.namespace import Namespace, Salt, kinds, parts
-from radixkv.cache.watch import Rank, Watch
+from radixkv.cache.watch import Rank, Watch, check_watching
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack, unpack
 
 
@@ -321,8 +321,7 @@ class FlatHashCache:
 
     def unwatch(self, watch: Watch) -> None:
         """Ends a watch; what nobody wants any longer goes first from now on. O(blocks matched)."""
-        if watch.cursor is None:
-            raise ValueError(f"watch: expected one that has not ended, got {watch!r}")
+        check_watching(watch)
         self._let_go(self._watches.remove(watch))
 
     def _rank(self, block: int) -> Rank | None:

@@ -36,7 +36,7 @@ from radixkv.cache.node import BLOCK_ID_BYTES, Node
 from radixkv.cache.radix_check import check_tree
 from radixkv.cache.snapshot import Span, take
 from radixkv.cache.tree import RadixTree
-from radixkv.cache.watch import Rank, Watch
+from radixkv.cache.watch import Rank, Watch, check_watching
 from radixkv.tokens import TOKEN_BYTES, TokenIds, has_negative, pack
 
 # New (namespace, token) pairs, besides one for each cached block, before those in no node are looked for.
@@ -343,8 +343,7 @@ class RadixCache:
         return watch
 
     def unwatch(self, watch: Watch) -> None:
-        if watch.cursor is None:
-            raise ValueError(f"watch: expected one that has not ended, got {watch!r}")
+        check_watching(watch)
         self.tree.watches.remove(watch)
 
     # ---- what it holds

@@ -31,6 +31,8 @@ class Watch:
     __slots__ = ("changed", "cursor", "is_plain", "key", "num_tokens", "rank")
 
     def __init__(self, key: bytes, is_plain: bool, rank: Rank | None, changed: Callable[[], None] | None) -> None:
+        if rank is not None and not (isinstance(rank, tuple) and len(rank) == 2 and all(x == x for x in rank)):
+            raise ValueError(f"rank: expected None or two numbers, got {rank!r}")
         self.key = key  # packed, as the cache compares it
         self.is_plain = is_plain
         self.num_tokens = 0
@@ -47,6 +49,12 @@ class Watch:
             self.num_tokens = num_tokens
             if self.changed is not None:
                 self.changed()
+
+
+def check_watching(watch: Watch) -> None:
+    """Raises ValueError unless it is a watch that has not ended."""
+    if not isinstance(watch, Watch) or watch.cursor is None:
+        raise ValueError(f"watch: expected one that has not ended, got {watch!r}")
 
 
 class _Endings:

@@ -159,13 +159,19 @@ class Router(ABC):
         Args:
             num_cached_tokens: found in the cache, where the replica says so.
         """
+        if (
+            num_cached_tokens is not None
+            and check_count("num_cached_tokens", num_cached_tokens) > assignment.num_tokens
+        ):
+            raise ValueError(
+                f"num_cached_tokens: expected at most the prompt's {assignment.num_tokens}, got {num_cached_tokens}"
+            )
         if assignment.is_prefilled or assignment.is_finished:
             return
         assignment.is_prefilled = True
         replica = self._replicas[assignment.replica]
         replica.queued_tokens -= assignment.num_to_compute
         if num_cached_tokens is not None:
-            check_count("num_cached_tokens", num_cached_tokens)
             replica.work_tokens += assignment.num_expected_tokens - num_cached_tokens
 
     def finish(self, assignment: Assignment) -> None:

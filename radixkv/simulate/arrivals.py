@@ -113,9 +113,9 @@ class ClosedLoop:
     """
 
     def __init__(self, requests: Iterable[TraceRequest], num_open: int, think_s: float = 0.0) -> None:
-        if num_open < 1:
+        if not isinstance(num_open, int | np.integer) or num_open < 1:
             raise ValueError(f"num_open: expected an int >= 1, got {num_open!r}")
-        if not 0 <= think_s < inf:
+        if not isinstance(think_s, int | float) or not 0 <= think_s < inf:
             raise ValueError(f"think_s: expected a time >= 0, got {think_s!r}")
         sessions: dict[str, deque[TraceRequest]] = {}
         for number, request in enumerate(requests):

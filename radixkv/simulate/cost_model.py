@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from radixkv.cache.base import check_block_size
 from radixkv.model_shapes import MODEL_SHAPES, ModelShape
 from radixkv.simulate.gpus import GPUS, Gpu
 from radixkv.simulate.step_load import StepLoad
@@ -72,8 +73,11 @@ class Roofline:
         """Returns how many blocks fit beside the weights, into this share of the memory.
 
         Raises:
-            ValueError: none does.
+            ValueError: none does; or no such block size, or share.
         """
+        check_block_size(block_size)
+        if not 0 < memory_share <= 1:
+            raise ValueError(f"memory_share: expected a number over 0, up to 1, got {memory_share!r}")
         memory = self.num_gpus * self.gpu.memory_bytes * memory_share - self.shape.memory_bytes
         num_blocks = int(memory // (self.shape.kv_bytes_per_token * block_size))
         if num_blocks < 1:
