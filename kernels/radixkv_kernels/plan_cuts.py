@@ -9,7 +9,6 @@ Arrays here are [num_runs, run_cells, num_seqs], sequences in the plan's order: 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,26 +23,14 @@ class Cuts:
     reads: np.ndarray
     """[num_runs, num_seqs] bool: the sequence reads some of the run."""
     first: np.ndarray
-    """[num_runs, num_seqs] int32: first k that the sequence reads; last: the last one. Meaningless in an unread run."""
+    """[num_runs, num_seqs] int32: first k that the sequence reads; last: the last one. Equal in an unread run."""
     last: np.ndarray
     cut: np.ndarray
     """[num_runs, num_seqs] int32: the first item ends with this k."""
     joined: np.ndarray
     """[num_runs, num_seqs] bool: the sequence's first item is that of the sequence before it."""
-    weight: np.ndarray
-    """[num_seqs] query rows of the sequence."""
-
-    def like(self, other: Cuts) -> np.ndarray:
-        """[num_runs] bool: runs that rest on the same as the other's of that number, so the decision is the same."""
-        result = np.zeros(len(self.reads), dtype=bool)
-        if not np.array_equal(self.weight, other.weight):
-            return result
-        n = min(len(self.reads), len(other.reads))
-        alike = (self.same[:n] == other.same[:n]).all((1, 2))
-        for mine, theirs in ((self.reads, other.reads), (self.first, other.first), (self.last, other.last)):
-            alike &= (mine[:n] == theirs[:n]).all(1)
-        result[:n] = alike
-        return result
+    basis: tuple[bytes, ...]
+    """All that the decisions rest on, to be compared."""
 
     def by_cell(self) -> Cuts:
         """The finest cuts: every cell an item of its own, shared as before."""
@@ -84,105 +71,97 @@ def choose_cuts(
         first, last: [num_seqs] cells that the sequence reads.
         weight: [num_seqs] query rows (tokens) of the sequence.
         partial_cost: what one partial result of one query token costs, in cells of KV.
-        before: of an earlier plan of the same costs; runs in which nothing has changed keep its decisions.
+        before: of an earlier plan of the same costs, whose decisions are kept where they rest on the same.
 
     O(num_runs * run_cells * num_seqs) bytes looked at, arithmetic only where sharing changes within a run.
     """
     num_cells, num_seqs = same.shape
-    num_runs = num_cells // run_cells
     start = np.arange(0, num_cells, run_cells, dtype=np.int32)[:, None]
     end = last.astype(np.int32) - start
     reads = end > 0
     k_last = np.minimum(np.maximum(end - 1, 0), run_cells - 1)
     if first.any():
         begin = first.astype(np.int32) - start
-        k_first = np.minimum(np.maximum(begin, 0), run_cells - 1)
+        k_first = np.minimum(np.maximum(begin, 0), k_last)
         reads &= begin < run_cells
     else:
         k_first = np.zeros(k_last.shape, dtype=np.int32)
-    same = same.reshape(num_runs, run_cells, num_seqs)
-    joined = same[:, 0].copy()
-    cut = k_last
-    mixed = np.flatnonzero((same[:, 1:] != same[:, :-1]).any((1, 2)))
-    cuts = Cuts(same, reads, k_first, k_last, cut, joined, weight)
-    if not len(mixed):
-        return cuts
-    cut = k_last.copy()
-    if before is not None:
-        alike = cuts.like(before)[mixed]
-        if alike.any():
-            kept, mixed = mixed[alike], mixed[~alike]
-            cut[kept], joined[kept] = before.cut[kept], before.joined[kept]
+    same = same.reshape(-1, run_cells, num_seqs)
+    cut, joined = k_last, same[:, 0]
+    changes = (same[:, 1:] != same[:, :-1]).any(2)
+    mixed = np.flatnonzero(changes.any(1))
+    basis: tuple[bytes, ...] = ()
     if len(mixed):
-        chain = _chain(same[mixed], k_first[mixed], k_last[mixed], reads[mixed])
-        cut[mixed] = part = _cut_mixed(
-            same[mixed], chain, k_first[mixed], k_last[mixed], reads[mixed], weight, partial_cost
-        )
-        joined[mixed] = pick(chain, part)
-    joined[:, 1:] &= cut[:, 1:] == cut[:, :-1]
-    joined &= reads
-    joined[:, 1:] &= reads[:, :-1]
-    return replace(cuts, cut=cut)
+        # a cut pays off only where sharing changes
+        level = np.append(np.flatnonzero(changes.any(0)), run_cells - 1).astype(np.int32)
+        shared = same[mixed, level[:, None]]
+        reading, column = reads[mixed], (k_first[mixed], k_last[mixed])
+        basis = tuple(x.tobytes() for x in (mixed, level, shared, reading, *column, weight))
+        cut, joined = cut.copy(), joined.copy()
+        if before is not None and before.basis == basis:
+            cut[mixed], joined[mixed] = before.cut[mixed], before.joined[mixed]
+        else:
+            cut[mixed], joined[mixed] = _decide(shared, level, reading, *column, weight, partial_cost)
+    return Cuts(same, reads, k_first, k_last, cut, joined, basis)
 
 
-def _chain(same: np.ndarray, k_first: np.ndarray, k_last: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """Whether all cells of the run up to k are those of the sequence before, or read by neither."""
-    k = np.arange(same.shape[1], dtype=np.int32)[:, None]
-    valid = (k <= k_last[:, None]) & reads[:, None]
-    if k_first.any():
-        valid &= k >= k_first[:, None]
-    alike = same.copy()
-    alike[..., 1:] |= ~(valid[..., 1:] | valid[..., :-1])
-    for earlier, this in itertools.pairwise(alike.swapaxes(0, 1)):
-        this &= earlier
-    return alike
-
-
-def _cut_mixed(
-    same: np.ndarray,
-    chain: np.ndarray,
+def _decide(
+    shared: np.ndarray,
+    level: np.ndarray,
+    reads: np.ndarray,
     k_first: np.ndarray,
     k_last: np.ndarray,
-    reads: np.ndarray,
     weight: np.ndarray,
     partial_cost: float,
-) -> np.ndarray:
-    """The cut [runs, num_seqs] of runs in which sharing changes."""
-    runs, run_cells, num_seqs = same.shape
-    # a cut pays off only where sharing changes: chains end, or (behind a window's first cell) sharing begins
-    apart = same > chain
-    changes = ((chain[:, 1:] != chain[:, :-1]) | (apart[:, 1:] != apart[:, :-1])).any((0, 2))
-    level = np.array([*np.flatnonzero(changes).tolist(), run_cells - 1], dtype=np.int32)
-    begin = np.array([0, *(level[:-1] + 1).tolist()], dtype=np.int32)
-    # from here on [runs, levels, num_seqs]: a level stands for the cells after the level before it
+) -> tuple[np.ndarray, np.ndarray]:
+    """(cut, joined) [runs, num_seqs] of runs in which sharing changes.
+
+    level: [levels] int32, ascending; each stands for the cells behind the level before it, up to its own, in which
+    nothing changes. shared: [levels, runs, num_seqs] bool, `same` of those cells. A node is a stretch of sequences with
+    the same cells up to a level; its children are the stretches of the level below that it falls into.
+    """
+    levels, runs, num_seqs = shared.shape
+    columns = runs * num_seqs
     rows = weight.astype(np.float32)
-    column = k_first[:, None], k_last[:, None]
-    count = np.minimum(column[1], level[:, None]) - np.maximum(column[0], begin[:, None]) + 1
-    np.maximum(count, 0, out=count)
-    count *= reads[:, None]
-    count = count.astype(np.float32)
-    joint = rows / _group_sums(rows, ~chain[:, level])
-    reading = count * (rows / _group_sums(rows, ~same[:, begin]))  # a cell read by a group once, shared out by rows
-    count *= partial_cost * rows
-    reading += count
-    cost = (level[:, None] + 1 - column[0]) * joint
-    behind = np.zeros((runs, num_seqs), dtype=np.float32)
-    for at in range(len(level) - 2, -1, -1):
-        behind += reading[:, at + 1]
-        cost[:, at] += behind
-    own = np.searchsorted(level, k_last)
-    best = (k_last + 1 - k_first) * pick(joint, own)
-    cut = k_last.copy()
-    for at in range(len(level) - 2, -1, -1):
-        k = level[at]
-        starts = np.flatnonzero(~chain[:, k])
-        here = cost[:, at]
-        wins = np.add.reduceat(here.ravel(), starts) <= np.add.reduceat(best.ravel(), starts)
-        take = np.repeat(wins, lengths_of(starts, runs * num_seqs)).reshape(runs, num_seqs)
-        take &= (k <= k_last) & (k >= k_first)
-        np.copyto(best, here, where=take)
-        np.copyto(cut, k, where=take)
-    return cut
+    depth = np.minimum(level[:, None, None], k_last) + (1 - k_first)  # cells read, down to a level
+    windowed = k_first.any()
+    if windowed:
+        np.maximum(depth, 0, out=depth)
+    count = depth.copy()
+    count[1:] -= depth[:-1]
+    chain = shared.copy()
+    if windowed:  # a cell that neither reads does not part them
+        valid = (count > 0) & reads
+        chain[..., 1:] |= ~(valid[..., 1:] | valid[..., :-1])
+    for a in range(1, levels):
+        chain[a] &= chain[a - 1]
+
+    # cells below a level, each read once by those who share it, and partial results
+    below = count[1:] * (rows / _group_sums(rows, ~shared[1:]) + np.float32(partial_cost) * rows)
+    for a in range(levels - 3, -1, -1):
+        below[a] += below[a + 1]
+    heads = ~chain
+    node = np.flatnonzero(heads)
+    bounds = np.searchsorted(node, np.arange(0, (levels + 1) * columns, columns)).tolist()
+    inner = bounds[-2]
+    cost = depth.ravel()[node].astype(np.float32)
+    if windowed:
+        cost[cost == 0] = np.inf
+    cost[:inner] += np.add.reduceat(below.ravel(), node[:inner])
+    child = np.cumsum(heads)[node[:inner] + columns] - 1
+    wins = np.ones(len(node), dtype=bool)
+    best = cost[inner:]
+    for a in range(levels - 2, -1, -1):
+        at = slice(bounds[a], bounds[a + 1])
+        apart = np.add.reduceat(best, child[at] - bounds[a + 1])
+        wins[at] = cost[at] <= apart
+        best = np.minimum(cost[at], apart)
+    # the cut is the first level that wins
+    won = np.repeat(wins, lengths_of(node, chain.size)).reshape(levels, columns).argmax(0)
+    cut = np.minimum(level[won].reshape(runs, num_seqs), k_last)
+    joined = chain.ravel()[won * columns + np.arange(columns)].reshape(runs, num_seqs)
+    joined[:, 1:] &= (cut[:, 1:] == cut[:, :-1]) & reads[:, 1:] & reads[:, :-1]
+    return cut, joined
 
 
 def _group_sums(rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
