@@ -9,6 +9,7 @@ Arrays here are [num_runs, run_cells, num_seqs], sequences in the plan's order: 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -142,19 +143,20 @@ def _decide(
         below[a] += below[a + 1]
     heads = ~chain
     node = np.flatnonzero(heads)
-    bounds = np.searchsorted(node, np.arange(0, (levels + 1) * columns, columns)).tolist()
+    rank = np.cumsum(heads.reshape(levels, columns), axis=1)
+    bounds = [0, *itertools.accumulate(rank[:, -1].tolist())]
     inner = bounds[-2]
     cost = depth.ravel()[node].astype(np.float32)
     if windowed:
         cost[cost == 0] = np.inf
     cost[:inner] += np.add.reduceat(below.ravel(), node[:inner])
-    child = np.cumsum(heads)[node[:inner] + columns] - 1
+    child = rank.ravel()[node[:inner] + columns] - 1
     wins = np.ones(len(node), dtype=bool)
     best = cost[inner:]
     for a in range(levels - 2, -1, -1):
         at = slice(bounds[a], bounds[a + 1])
-        apart = np.add.reduceat(best, child[at] - bounds[a + 1])
-        wins[at] = cost[at] <= apart
+        apart = np.add.reduceat(best, child[at])
+        np.less_equal(cost[at], apart, out=wins[at])
         best = np.minimum(cost[at], apart)
     # the cut is the first level that wins
     won = np.repeat(wins, lengths_of(node, chain.size)).reshape(levels, columns).argmax(0)

@@ -6,7 +6,6 @@ the query heads of a KV head too: flat row = row * group_size + head.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,42 +55,34 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     num_runs, run_cells, num_seqs = cuts.same.shape
     start = np.arange(0, num_runs * run_cells, run_cells, dtype=np.int32)[:, None]
     begins, end = cuts.reads, start + cuts.cut + 1
-    merged = _merged_runs(cuts, lead_runs)
-    if merged is not None:
+    # where windows begin in different runs, a run may come first for some of an item's rows only
+    num_lead = 1 if cuts.first.any() else min(lead_runs, num_runs)
+    if num_lead > 1:
+        folded = _folded_runs(cuts, num_lead)
         begins = begins.copy()
-        begins[1:] &= ~merged
-        end[0] = end.ravel().take(merged.sum(0) * num_seqs + np.arange(num_seqs))
-    # in each list the rows of an item follow one another
-    flat = np.flatnonzero(begins)
-    heads = [np.flatnonzero(~cuts.joined.ravel()[flat])]
-    at = flat[heads[0]]
-    seq, cell = [flat % num_seqs], [(start + cuts.first).ravel()[flat]]
-    last = [end.ravel()[at]]
-    follows = [seq[0][cuts.joined.ravel()[flat]]]
-    more = np.flatnonzero((cuts.cut < cuts.last).any(1))
-    if len(more):
-        k = np.arange(run_cells, dtype=np.int32)[:, None]
-        part = (k > cuts.cut[more, None]) & (k <= cuts.last[more, None]) & cuts.reads[more, None]
-        goes_on = cuts.same[more] & part
-        goes_on[..., 1:] &= part[..., :-1]
-        flat = np.flatnonzero(part)
-        on = goes_on.ravel()[flat]
-        heads.append(np.flatnonzero(~on) + len(seq[0]))
-        cell.append(flat // num_seqs)
-        seq.append(flat - cell[1] * num_seqs)
-        if len(more) < num_runs:
-            cell[1] = start[more, 0][cell[1] // run_cells] + cell[1] % run_cells
-        last.append(cell[1][~on] + 1)
-        follows.append(seq[1][on])
+        begins[1:num_lead] &= np.arange(1, num_lead)[:, None] > folded
+        end[0] = end[folded, np.arange(num_seqs)]
+    k = np.arange(run_cells, dtype=np.int32)[:, None]
+    later = (k > cuts.cut[:, None]) & (k <= cuts.last[:, None])
+    goes_on = cuts.same & later
+    goes_on[..., 1:] &= later[..., :-1]
+    # where partial results begin (cell * num_seqs + seq), those of an item one after the other
+    begin = np.flatnonzero(begins)
+    first_at = begin + (begin // num_seqs * (run_cells - 1) + cuts.first.ravel()[begin]) * num_seqs
+    later_at = np.flatnonzero(later)
+    at = np.concatenate((first_at, later_at)).astype(np.int32)
+    inside = np.concatenate((cuts.joined.ravel()[begin], goes_on.ravel()[later_at]))
+    cells = at // num_seqs
+    seqs = at - cells * num_seqs
     shared = np.zeros(num_seqs, dtype=bool)
-    for behind in follows:
-        shared[behind] = True
-        shared[behind - 1] = True
-
-    seqs, cells, starts = (np.concatenate(x) if len(x) > 1 else x[0] for x in (seq, cell, heads))
-    last_cell = np.concatenate(last) if len(last) > 1 else last[0]
-    count = lengths_of(starts, len(seqs)) if len(starts) else starts
+    behind = seqs[inside]
+    shared[behind] = shared[behind - 1] = True
+    starts = np.flatnonzero(~inside)
+    count = lengths_of(starts, len(at)) if len(at) else starts
     first_seq, first_cell = seqs[starts], cells[starts]
+    last_cell = first_cell + 1
+    begin = begin[~inside[: len(begin)]]
+    last_cell[: len(begin)] = end.ravel()[begin]
     if rows.lo is not None or rows.hi is not None:
         return _tile_tokens(rows, first_seq, count, first_cell, last_cell, cell_size, shared)
 
@@ -100,44 +91,36 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     groups = np.arange(len(count))
     if len(count) and int(count.max()) * group > rows.tile_rows:
         columns, groups = _tiled(columns, rows.tile_rows // group * group or rows.tile_rows)
-    order = _by_row(seqs, cells, num_seqs, num_runs * run_cells)
-    base = np.zeros(num_seqs + 1, dtype=np.int32)
-    np.cumsum(np.bincount(seqs, minlength=num_seqs), out=base[1:])
+    num_cells = num_runs * run_cells
+    slots = np.empty(later.size, dtype=np.int32)
+    slots[at] = np.arange(0, len(at) * group, group)
+    later.ravel()[first_at] = True
+    by_row = np.flatnonzero(later.reshape(num_cells, num_seqs).T).astype(np.int32)
+    base = np.searchsorted(by_row, np.arange(0, (num_seqs + 1) * num_cells, num_cells, dtype=np.int32))
+    seqs = by_row // num_cells
+    cells = by_row - seqs * num_cells
     return WorkList(
         _table(columns),
-        base,
-        (order * group).astype(np.int32),
-        cells[order].astype(np.int32),
-        len(seqs) * group,
+        base.astype(np.int32),
+        slots[cells * num_seqs + seqs],
+        cells,
+        len(at) * group,
         groups,
         shared,
     )
 
 
-def _by_row(rows: np.ndarray, cells: np.ndarray, num_rows: int, num_cells: int) -> np.ndarray:
-    """The order of (row, cell) pairs; small keys sort in linear time."""
-    dtype = np.uint16 if num_rows * num_cells <= 1 << 16 else np.int64
-    return np.argsort((rows * num_cells + cells).astype(dtype), kind="stable")
-
-
-def _merged_runs(cuts: Cuts, lead_runs: int) -> np.ndarray | None:
-    """[num_runs - 1, num_seqs] bool: run r + 1 is folded into the item that began with run 0; None where none is."""
-    num_runs, _, num_seqs = cuts.same.shape
-    # where windows begin in different runs, a run may come first for some of an item's rows only
-    if lead_runs == 1 or num_runs == 1 or cuts.first.any():
-        return None
-    alone = ~cuts.joined
-    at = np.flatnonzero(alone)
-    lengths = lengths_of(at, alone.size)
-    whole = np.repeat(np.logical_and.reduceat((cuts.cut == cuts.last).ravel(), at), lengths).reshape(alone.shape)
-    first = np.repeat(at, lengths).reshape(alone.shape) % num_seqs
-    last = first + np.repeat(lengths, lengths).reshape(alone.shape)
-    like = (first[1:] == first[:-1]) & (last[1:] == last[:-1])
-    like &= whole[1:] & whole[:-1] & cuts.reads[1:] & cuts.reads[:-1]
-    for earlier, this in itertools.pairwise(like):
-        this &= earlier
-    like[lead_runs - 1 :] = False
-    return like
+def _folded_runs(cuts: Cuts, num_lead: int) -> np.ndarray:
+    """[num_seqs]: how many runs the item that begins with run 0 folds besides it; in each the same rows share all."""
+    whole = cuts.cut[:num_lead] == cuts.last[:num_lead]
+    joined = cuts.joined[:num_lead]
+    like = (joined[1:] == joined[0]) & whole[1:] & whole[0] & cuts.reads[1:num_lead]
+    heads = np.flatnonzero(~joined[0])
+    like = np.logical_and.reduceat(like, heads, axis=1)
+    like[:, :-1] &= ~joined[1:, heads[1:]]
+    for run in range(1, num_lead - 1):
+        like[run] &= like[run - 1]
+    return np.repeat(like.sum(0), lengths_of(heads, len(whole[0])))
 
 
 def _table(columns: list[np.ndarray]) -> np.ndarray:
@@ -145,6 +128,12 @@ def _table(columns: list[np.ndarray]) -> np.ndarray:
     for i, column in enumerate(columns):
         items[:, i] = column
     return items
+
+
+def _by_row(rows: np.ndarray, cells: np.ndarray, num_rows: int, num_cells: int) -> np.ndarray:
+    """The order of (row, cell) pairs; small keys sort in linear time."""
+    dtype = np.uint16 if num_rows * num_cells <= 1 << 16 else np.int64
+    return np.argsort((rows * num_cells + cells).astype(dtype), kind="stable")
 
 
 def _tiled(columns: list[np.ndarray], tile_rows: int) -> tuple[list[np.ndarray], np.ndarray]:
