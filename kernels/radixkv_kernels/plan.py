@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .plan_cells import Extents, last_block_keys, same_as_before, sort_sequences
+from .plan_cells import Extents, last_block_keys, same_as_before
 from .plan_cuts import Cuts, choose_cuts
 from .plan_items import Rows, WorkList, build_items
+from .plan_order import sort_sequences
 from .plan_stats import PlanStats, measure
 from .plan_tensors import PlanBuffers, PlanTensors
 from .validate import expect
@@ -152,10 +153,10 @@ class TreePlan:
         extents = Extents.of(lens, q_lens, cell_size, window)
         active = np.flatnonzero(q_lens)
         some = table if len(active) == len(lens) else table[active]
-        shareable = extents.shareable(int(extents.full.max(initial=0)))[active]
-        keys = last_block_keys(some, shareable.shape[1], cell_size, block_size)
-        order = sort_sequences(keys, shareable, window is not None)
-        same = same_as_before(some, order, keys, shareable, cell_size, block_size)
+        whole, full = extents.whole[active], extents.full[active]
+        keys = last_block_keys(some, int(full.max(initial=0)), cell_size, block_size)
+        order = sort_sequences(keys, whole, full)
+        same = same_as_before(some, order, keys, whole[order], full[order], cell_size, block_size)
         return assemble(config, active[order], same, extents, lens, cu, lambda: table)
 
     @property

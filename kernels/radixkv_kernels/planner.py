@@ -13,8 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from .plan import PlanConfig, TreePlan, assemble, check_lengths, host_array
-from .plan_cells import Extents, cell_columns, sort_sequences
+from .plan_cells import Extents, both_hold, cell_columns
 from .plan_cuts import Cuts
+from .plan_order import KeptOrder, sort_sequences
 from .validate import expect
 
 
@@ -42,6 +43,7 @@ class TreePlanner:
         self._content: list[bytes] = []
         self._unused: list[int] = []
         self._num_shared = 0
+        self._order = KeptOrder()
         self._last: TreePlan | None = None
         self._cuts: Cuts | None = None
         self._last_sequences: list[Hashable] = []
@@ -131,16 +133,18 @@ class TreePlanner:
         q_lens = check_lengths(self.config, lens, cu, len(rows))
         extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window)
         active = np.flatnonzero(q_lens)
-        shareable = extents.shareable(int(extents.full.max(initial=0)))
+        some, whole, full = rows, extents.whole, extents.full
         if len(active) < len(rows):
-            shareable = shareable[active]
-        num_cells = shareable.shape[1]
-        some = rows[active]
-        keys = self._keys[:, :num_cells].take(some, axis=0)
-        order = sort_sequences(keys, shareable, self.config.window is not None)
-        numbers, can = self._numbers[:, :num_cells].take(some[order], axis=0), shareable.take(order, axis=0)
-        same = np.zeros(shareable.shape, dtype=bool)
-        same[1:] = (numbers[1:] == numbers[:-1]) & can[1:] & can[:-1]
+            some, whole, full = rows[active], whole[active], full[active]
+        num_cells = int(full.max(initial=0))
+        if whole.any():
+            order = sort_sequences(self._keys[:, :num_cells].take(some, axis=0), whole, full)
+        else:
+            order = self._order.sort(some, self._keys, full)
+        numbers = self._numbers[:, :num_cells].take(some[order], axis=0)
+        same = np.zeros(numbers.shape, dtype=bool)
+        np.equal(numbers[1:], numbers[:-1], out=same[1:])
+        same[1:] &= both_hold(whole[order], full[order], num_cells)
         self._last = assemble(
             self.config, active[order], same, extents, lens, cu, lambda: self._table[rows], self._cuts
         )
@@ -181,6 +185,7 @@ class TreePlanner:
                 self._content[number] = b""
                 self._unused.append(number)
         self._num_cells[row] = min(first, int(self._num_cells[row]))
+        self._order.forget(row)
 
     def _grow(self, num_rows: int, columns: int) -> None:
         """Makes room; never less."""
@@ -194,3 +199,4 @@ class TreePlanner:
         for name in ("_num_blocks", "_num_cells"):
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(num_rows - old, dtype=np.int64))))
         self._free[:0] = range(num_rows - 1, old - 1, -1)
+        self._order.grow(num_rows)
