@@ -31,12 +31,12 @@ class Extents:
     @staticmethod
     def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None) -> Extents:
         """seq_lens, q_lens [num_seqs] int64; a causal window. O(num_seqs)."""
-        busy = (seq_lens > 0) & (q_lens > 0)
-        if window is None and busy.all():
+        if window is None and np.minimum(seq_lens, q_lens).min(initial=1) > 0:
             full = (seq_lens - 1) // cell_size
             zero = np.zeros(full.shape, dtype=np.int64)
             low = full * cell_size + 1
             return Extents(zero, full + 1, zero, full, low, low + (cell_size - 1))
+        busy = (seq_lens > 0) & (q_lens > 0)
         # a cell counts as full once a later one exists, so a sequence changes its cells once a cell_size tokens
         full = np.where(busy, (seq_lens - 1) // cell_size, 0)
         last = np.where(busy, full + 1, 0)
@@ -68,8 +68,8 @@ def cell_columns(num_cells: int, cell_size: int, block_size: int) -> tuple[np.nd
 
 def both_hold(whole: np.ndarray, full: np.ndarray, num_cells: int) -> np.ndarray:
     """[num_seqs - 1, num_cells] bool: whether each sequence and the one before it can both share the cell."""
-    cells = np.arange(num_cells)
-    result: np.ndarray = cells < np.minimum(full[1:], full[:-1])[:, None]
+    cells = np.arange(num_cells, dtype=np.int32)
+    result: np.ndarray = cells < np.minimum(full[1:], full[:-1]).astype(np.int32)[:, None]
     if whole.any():
         result &= cells >= np.maximum(whole[1:], whole[:-1])[:, None]
     return result

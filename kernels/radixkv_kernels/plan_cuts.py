@@ -24,10 +24,10 @@ class Cuts:
     reads: np.ndarray
     """[num_runs, num_seqs] bool: the sequence reads some of the run."""
     first: np.ndarray
-    """[num_runs, num_seqs] int32: first k that the sequence reads; last: the last one. Equal in an unread run."""
+    """[num_runs, num_seqs] int16: first k that the sequence reads; last: the last one. Equal in an unread run."""
     last: np.ndarray
     cut: np.ndarray
-    """[num_runs, num_seqs] int32: the first item ends with this k."""
+    """[num_runs, num_seqs] int16: the first item ends with this k."""
     joined: np.ndarray
     """[num_runs, num_seqs] bool: the sequence's first item is that of the sequence before it."""
     basis: tuple[bytes, ...]
@@ -80,21 +80,21 @@ def choose_cuts(
     start = np.arange(0, num_cells, run_cells, dtype=np.int32)[:, None]
     end = last.astype(np.int32) - start
     reads = end > 0
-    k_last = np.minimum(np.maximum(end - 1, 0), run_cells - 1)
+    k_last = np.minimum(np.maximum(end - 1, 0), run_cells - 1).astype(np.int16)
     if first.any():
         begin = first.astype(np.int32) - start
-        k_first = np.minimum(np.maximum(begin, 0), k_last)
+        k_first = np.minimum(np.maximum(begin, 0), k_last).astype(np.int16)
         reads &= begin < run_cells
     else:
-        k_first = np.zeros(k_last.shape, dtype=np.int32)
+        k_first = np.zeros(k_last.shape, dtype=np.int16)
     same = same.reshape(-1, run_cells, num_seqs)
     cut, joined = k_last, same[:, 0]
     changes = (same[:, 1:] != same[:, :-1]).any(2)
-    mixed = np.flatnonzero(changes.any(1))
+    mixed = changes.any(1).nonzero()[0]
     basis: tuple[bytes, ...] = ()
     if len(mixed):
         # a cut pays off only where sharing changes
-        level = np.append(np.flatnonzero(changes.any(0)), run_cells - 1).astype(np.int32)
+        level = np.array([*changes.any(0).nonzero()[0].tolist(), run_cells - 1], dtype=np.int16)
         shared = same[mixed, level[:, None]]
         reading, column = reads[mixed], (k_first[mixed], k_last[mixed])
         basis = tuple(x.tobytes() for x in (mixed, level, shared, reading, *column, weight))
@@ -142,7 +142,7 @@ def _decide(
     for a in range(levels - 3, -1, -1):
         below[a] += below[a + 1]
     heads = ~chain
-    node = np.flatnonzero(heads)
+    node = heads.ravel().nonzero()[0]
     rank = np.cumsum(heads.reshape(levels, columns), axis=1)
     bounds = [0, *itertools.accumulate(rank[:, -1].tolist())]
     inner = bounds[-2]
@@ -159,7 +159,7 @@ def _decide(
         np.less_equal(cost[at], apart, out=wins[at])
         best = np.minimum(cost[at], apart)
     # the cut is the first level that wins
-    won = np.repeat(wins, lengths_of(node, chain.size)).reshape(levels, columns).argmax(0)
+    won = wins.repeat(lengths_of(node, chain.size)).reshape(levels, columns).argmax(0)
     cut = np.minimum(level[won].reshape(runs, num_seqs), k_last)
     joined = chain.ravel()[won * columns + np.arange(columns)].reshape(runs, num_seqs)
     joined[:, 1:] &= (cut[:, 1:] == cut[:, :-1]) & reads[:, 1:] & reads[:, :-1]
@@ -168,10 +168,10 @@ def _decide(
 
 def _group_sums(rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Rows of the interval that each entry is in; starts[..., 0] is True. Shaped as starts."""
-    at = np.flatnonzero(starts)
+    at = starts.ravel().nonzero()[0]
     lengths = lengths_of(at, starts.size)
     if rows.max() == 1:
         sums = lengths.astype(np.float32)
     else:
         sums = np.add.reduceat(np.broadcast_to(rows, starts.shape).ravel(), at)
-    return np.repeat(sums, lengths).reshape(starts.shape)
+    return sums.repeat(lengths).reshape(starts.shape)

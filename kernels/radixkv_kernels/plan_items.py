@@ -54,7 +54,7 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     """
     num_runs, run_cells, num_seqs = cuts.same.shape
     start = np.arange(0, num_runs * run_cells, run_cells, dtype=np.int32)[:, None]
-    begins, end = cuts.reads, start + cuts.cut + 1
+    begins, end = cuts.reads, start + (cuts.cut + 1)
     # where windows begin in different runs, a run may come first for some of an item's rows only
     num_lead = 1 if cuts.first.any() else min(lead_runs, num_runs)
     if num_lead > 1:
@@ -62,14 +62,14 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
         begins = begins.copy()
         begins[1:num_lead] &= np.arange(1, num_lead)[:, None] > folded
         end[0] = end[folded, np.arange(num_seqs)]
-    k = np.arange(run_cells, dtype=np.int32)[:, None]
+    k = np.arange(run_cells, dtype=np.int16)[:, None]
     later = (k > cuts.cut[:, None]) & (k <= cuts.last[:, None])
     goes_on = cuts.same & later
     goes_on[..., 1:] &= later[..., :-1]
     # where partial results begin (cell * num_seqs + seq), those of an item one after the other
-    begin = np.flatnonzero(begins)
+    begin = begins.ravel().nonzero()[0]
     first_at = begin + (begin // num_seqs * (run_cells - 1) + cuts.first.ravel()[begin]) * num_seqs
-    later_at = np.flatnonzero(later)
+    later_at = later.ravel().nonzero()[0]
     at = np.concatenate((first_at, later_at)).astype(np.int32)
     inside = np.concatenate((cuts.joined.ravel()[begin], goes_on.ravel()[later_at]))
     cells = at // num_seqs
@@ -77,7 +77,7 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     shared = np.zeros(num_seqs, dtype=bool)
     behind = seqs[inside]
     shared[behind] = shared[behind - 1] = True
-    starts = np.flatnonzero(~inside)
+    starts = (~inside).nonzero()[0]
     count = lengths_of(starts, len(at)) if len(at) else starts
     first_seq, first_cell = seqs[starts], cells[starts]
     last_cell = first_cell + 1
@@ -95,8 +95,8 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     slots = np.empty(later.size, dtype=np.int32)
     slots[at] = np.arange(0, len(at) * group, group)
     later.ravel()[first_at] = True
-    by_row = np.flatnonzero(later.reshape(num_cells, num_seqs).T).astype(np.int32)
-    base = np.searchsorted(by_row, np.arange(0, (num_seqs + 1) * num_cells, num_cells, dtype=np.int32))
+    by_row = later.reshape(num_cells, num_seqs).T.ravel().nonzero()[0].astype(np.int32)
+    base = by_row.searchsorted(np.arange(0, (num_seqs + 1) * num_cells, num_cells, dtype=np.int32))
     seqs = by_row // num_cells
     cells = by_row - seqs * num_cells
     return WorkList(
@@ -115,12 +115,12 @@ def _folded_runs(cuts: Cuts, num_lead: int) -> np.ndarray:
     whole = cuts.cut[:num_lead] == cuts.last[:num_lead]
     joined = cuts.joined[:num_lead]
     like = (joined[1:] == joined[0]) & whole[1:] & whole[0] & cuts.reads[1:num_lead]
-    heads = np.flatnonzero(~joined[0])
+    like[:, :-1] &= joined[1:, 1:] <= joined[0, 1:]
+    heads = (~joined[0]).nonzero()[0]
     like = np.logical_and.reduceat(like, heads, axis=1)
-    like[:, :-1] &= ~joined[1:, heads[1:]]
     for run in range(1, num_lead - 1):
         like[run] &= like[run - 1]
-    return np.repeat(like.sum(0), lengths_of(heads, len(whole[0])))
+    return like.sum(0).repeat(lengths_of(heads, len(whole[0])))
 
 
 def _table(columns: list[np.ndarray]) -> np.ndarray:

@@ -132,7 +132,7 @@ class TreePlanner:
         cu = cu.astype(np.int64)
         q_lens = check_lengths(self.config, lens, cu, len(rows))
         extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window)
-        active = np.flatnonzero(q_lens)
+        active = q_lens.nonzero()[0]
         some, whole, full = rows, extents.whole, extents.full
         if len(active) < len(rows):
             some, whole, full = rows[active], whole[active], full[active]
