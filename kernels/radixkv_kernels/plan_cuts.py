@@ -9,7 +9,6 @@ Arrays here are [num_runs, run_cells, num_seqs], sequences in the plan's order: 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -141,27 +140,27 @@ def _decide(
     below = count[1:] * (rows / _group_sums(rows, ~shared[1:]) + np.float32(partial_cost) * rows)
     for a in range(levels - 3, -1, -1):
         below[a] += below[a + 1]
-    heads = ~chain
-    node = heads.ravel().nonzero()[0]
-    rank = np.cumsum(heads.reshape(levels, columns), axis=1)
-    bounds = [0, *itertools.accumulate(rank[:, -1].tolist())]
+    heads = ~chain.ravel()
+    node = heads.nonzero()[0]
+    rank = heads.cumsum()
+    bounds = [0, *rank[columns - 1 :: columns].tolist()]
     inner = bounds[-2]
-    cost = depth.ravel()[node].astype(np.float32)
+    cost = depth.ravel().take(node).astype(np.float32)
     if windowed:
         cost[cost == 0] = np.inf
     cost[:inner] += np.add.reduceat(below.ravel(), node[:inner])
-    child = rank.ravel()[node[:inner] + columns] - 1
-    wins = np.ones(len(node), dtype=bool)
-    best = cost[inner:]
+    child = rank.take(node[:inner] + columns) - 1
+    wins = np.empty(len(node), dtype=bool)
+    wins[inner:] = True
     for a in range(levels - 2, -1, -1):
         at = slice(bounds[a], bounds[a + 1])
-        apart = np.add.reduceat(best, child[at])
+        apart = np.add.reduceat(cost[: bounds[a + 2]], child[at])
         np.less_equal(cost[at], apart, out=wins[at])
-        best = np.minimum(cost[at], apart)
+        np.minimum(cost[at], apart, out=cost[at])
     # the cut is the first level that wins
     won = wins.repeat(lengths_of(node, chain.size)).reshape(levels, columns).argmax(0)
-    cut = np.minimum(level[won].reshape(runs, num_seqs), k_last)
-    joined = chain.ravel()[won * columns + np.arange(columns)].reshape(runs, num_seqs)
+    cut = np.minimum(level.take(won).reshape(runs, num_seqs), k_last)
+    joined = chain.ravel().take(won * columns + np.arange(columns)).reshape(runs, num_seqs)
     joined[:, 1:] &= (cut[:, 1:] == cut[:, :-1]) & reads[:, 1:] & reads[:, :-1]
     return cut, joined
 

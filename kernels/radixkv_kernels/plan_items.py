@@ -61,28 +61,26 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
         folded = _folded_runs(cuts, num_lead)
         begins = begins.copy()
         begins[1:num_lead] &= np.arange(1, num_lead)[:, None] > folded
-        end[0] = end[folded, np.arange(num_seqs)]
+        end[0] = end.ravel().take(folded * num_seqs + np.arange(num_seqs))
     k = np.arange(run_cells, dtype=np.int16)[:, None]
     later = (k > cuts.cut[:, None]) & (k <= cuts.last[:, None])
     goes_on = cuts.same & later
     goes_on[..., 1:] &= later[..., :-1]
+    shared = goes_on.any((0, 1)) | cuts.joined.any(0)
+    shared[:-1] |= shared[1:]
     # where partial results begin (cell * num_seqs + seq), those of an item one after the other
-    begin = begins.ravel().nonzero()[0]
-    first_at = begin + (begin // num_seqs * (run_cells - 1) + cuts.first.ravel()[begin]) * num_seqs
-    later_at = later.ravel().nonzero()[0]
-    at = np.concatenate((first_at, later_at)).astype(np.int32)
-    inside = np.concatenate((cuts.joined.ravel()[begin], goes_on.ravel()[later_at]))
+    begin, later_at = begins.ravel().nonzero()[0], later.ravel().nonzero()[0]
+    first_at = begin + (begin // num_seqs * (run_cells - 1) + cuts.first.ravel().take(begin)) * num_seqs
+    at = np.concatenate((first_at, later_at))
+    heads = ~np.concatenate((cuts.joined.ravel().take(begin), goes_on.ravel().take(later_at)))
     cells = at // num_seqs
     seqs = at - cells * num_seqs
-    shared = np.zeros(num_seqs, dtype=bool)
-    behind = seqs[inside]
-    shared[behind] = shared[behind - 1] = True
-    starts = (~inside).nonzero()[0]
+    starts = heads.nonzero()[0]
     count = lengths_of(starts, len(at)) if len(at) else starts
-    first_seq, first_cell = seqs[starts], cells[starts]
+    first_seq, first_cell = seqs.take(starts), cells.take(starts)
     last_cell = first_cell + 1
-    begin = begin[~inside[: len(begin)]]
-    last_cell[: len(begin)] = end.ravel()[begin]
+    begin = begin.compress(heads[: len(begin)])
+    last_cell[: len(begin)] = end.ravel().take(begin)
     if rows.lo is not None or rows.hi is not None:
         return _tile_tokens(rows, first_seq, count, first_cell, last_cell, cell_size, shared)
 
@@ -91,19 +89,14 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     groups = np.arange(len(count))
     if len(count) and int(count.max()) * group > rows.tile_rows:
         columns, groups = _tiled(columns, rows.tile_rows // group * group or rows.tile_rows)
-    num_cells = num_runs * run_cells
-    slots = np.empty(later.size, dtype=np.int32)
-    slots[at] = np.arange(0, len(at) * group, group)
-    later.ravel()[first_at] = True
-    by_row = later.reshape(num_cells, num_seqs).T.ravel().nonzero()[0].astype(np.int32)
-    base = by_row.searchsorted(np.arange(0, (num_seqs + 1) * num_cells, num_cells, dtype=np.int32))
-    seqs = by_row // num_cells
-    cells = by_row - seqs * num_cells
+    order = _by_row(seqs, cells, num_seqs, num_runs * run_cells)
+    base = np.zeros(num_seqs + 1, dtype=np.int32)
+    np.bincount(seqs, minlength=num_seqs).cumsum(out=base[1:])
     return WorkList(
         _table(columns),
-        base.astype(np.int32),
-        slots[cells * num_seqs + seqs],
-        cells,
+        base,
+        (order * group).astype(np.int32),
+        cells.take(order).astype(np.int32),
         len(at) * group,
         groups,
         shared,
@@ -133,7 +126,7 @@ def _table(columns: list[np.ndarray]) -> np.ndarray:
 def _by_row(rows: np.ndarray, cells: np.ndarray, num_rows: int, num_cells: int) -> np.ndarray:
     """The order of (row, cell) pairs; small keys sort in linear time."""
     dtype = np.uint16 if num_rows * num_cells <= 1 << 16 else np.int64
-    return np.argsort((rows * num_cells + cells).astype(dtype), kind="stable")
+    return (rows * num_cells + cells).astype(dtype).argsort(kind="stable")
 
 
 def _tiled(columns: list[np.ndarray], tile_rows: int) -> tuple[list[np.ndarray], np.ndarray]:
