@@ -27,6 +27,7 @@ from .validate import expect
 
 RUN_TOKENS = 2048
 """KV tokens of a run, in every implementation."""
+INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,19 +273,21 @@ def _rows(
 def host_array(name: str, values: Tensor | np.ndarray, ndim: int) -> np.ndarray:
     """An int array on the host; ValueError naming it otherwise."""
     array = values.cpu().numpy() if isinstance(values, Tensor) else values
-    expect(isinstance(array, np.ndarray) and array.ndim == ndim, name, f"a tensor of {ndim} dimensions", values)
-    expect(array.dtype in (np.int32, np.int64), name, "int32 or int64", array.dtype)
+    if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype not in INDEX_DTYPES:
+        expect(isinstance(array, np.ndarray) and array.ndim == ndim, name, f"a tensor of {ndim} dimensions", values)
+        expect(array.dtype in INDEX_DTYPES, name, "int32 or int64", array.dtype)
     return array
 
 
 def check_lengths(config: PlanConfig, seq_lens: np.ndarray, cu: np.ndarray, num_seqs: int) -> np.ndarray:
     """Validates lengths; returns q_lens."""
-    expect(len(seq_lens) == num_seqs, "seq_lens", f"shape [{num_seqs}]", list(seq_lens.shape))
-    expect(len(cu) == num_seqs + 1, "cu_seqlens_q", f"shape [{num_seqs + 1}]", list(cu.shape))
-    expect(cu[0] == 0, "cu_seqlens_q", "a first entry of 0", int(cu[0]))
+    if len(seq_lens) != num_seqs or len(cu) != num_seqs + 1:
+        expect(len(seq_lens) == num_seqs, "seq_lens", f"shape [{num_seqs}]", list(seq_lens.shape))
+        expect(False, "cu_seqlens_q", f"shape [{num_seqs + 1}]", list(cu.shape))
+    expect(cu[0] == 0, "cu_seqlens_q", "a first entry of 0", cu[0])
     q_lens: np.ndarray = cu[1:] - cu[:-1]
-    expect(int(q_lens.min(initial=0)) >= 0, "cu_seqlens_q", "a non-decreasing sequence", cu)
-    expect(int(seq_lens.min(initial=0)) >= 0, "seq_lens", "values >= 0", seq_lens)
+    expect(q_lens.min(initial=0) >= 0, "cu_seqlens_q", "a non-decreasing sequence", cu)
+    expect(seq_lens.min(initial=0) >= 0, "seq_lens", "values >= 0", seq_lens)
     if config.causal and (q_lens > seq_lens).any():
         short = (q_lens > seq_lens) & (seq_lens > 0)
         expect(not short.any(), "seq_lens", "at least this call's tokens of each sequence", seq_lens)

@@ -38,6 +38,7 @@ class TreePlanner:
         self._keys = np.zeros((0, 0), dtype=np.int32)
         self._numbers = np.zeros((0, 0), dtype=np.int32)
         self._num_cells = np.zeros(0, dtype=np.int64)
+        self._columns = np.zeros((2, 0), dtype=np.int64)
         self._number_of: dict[bytes, int] = {}
         self._uses: list[int] = []
         self._content: list[bytes] = []
@@ -123,7 +124,7 @@ class TreePlanner:
         known = last is not None and self._last_sequences == sequences
         if not known:
             self._last_sequences = list(sequences)
-            self._last_rows = np.array([self._row_of[s] for s in sequences], dtype=np.int64)
+            self._last_rows = np.fromiter(map(self._row_of.__getitem__, sequences), np.int64, len(sequences))
         rows = self._last_rows
         fits = len(lens) == len(rows) and (lens <= self._num_blocks[rows] * self.config.block_size).all()
         expect(bool(fits), "seq_lens", "a length a sequence, no longer than its blocks", seq_lens)
@@ -153,34 +154,44 @@ class TreePlanner:
 
     def _number_cells(self, row: int) -> None:
         """Numbers the cells of a row whose blocks are there and that have no number yet."""
-        config = self.config
+        config, uses = self.config, self._uses
         done, known = int(self._num_cells[row]), int(self._num_blocks[row]) * config.block_size // config.cell_size
-        begin, end = cell_columns(known, config.cell_size, config.block_size)
+        if done == known:
+            return
+        begin, end = self._columns[:, done:known]
         blocks = self._table[row]
-        for cell in range(done, known):
-            content = blocks[begin[cell] : end[cell] + 1].tobytes()
+        data = blocks[begin[0] : end[-1] + 1].tobytes()
+        start = blocks.itemsize * (begin - begin[0])
+        stop = blocks.itemsize * (end - begin[0] + 1)
+        numbers = []
+        for i, j in zip(start.tolist(), stop.tolist(), strict=True):
+            content = data[i:j]
             number = self._number_of.get(content)
             if number is None:
                 if self._unused:
                     number = self._unused.pop()
                     self._content[number] = content
                 else:
-                    number = len(self._uses)
-                    self._uses.append(0)
+                    number = len(uses)
+                    uses.append(0)
                     self._content.append(content)
                 self._number_of[content] = number
-            self._uses[number] += 1
-            self._num_shared += self._uses[number] == 2
-            self._numbers[row, cell] = number
-        self._keys[row, done:known] = blocks[end[done:known]]
+            uses[number] += 1
+            if uses[number] == 2:
+                self._num_shared += 1
+            numbers.append(number)
+        self._numbers[row, done:known] = numbers
+        self._keys[row, done:known] = blocks.take(end)
         self._num_cells[row] = known
 
     def _forget_cells(self, row: int, first: int) -> None:
         """Takes their numbers from the row's cells [first, all)."""
+        uses = self._uses
         for number in self._numbers[row, first : int(self._num_cells[row])].tolist():
-            self._uses[number] -= 1
-            self._num_shared -= self._uses[number] == 1
-            if self._uses[number] == 0:
+            uses[number] -= 1
+            if uses[number] == 1:
+                self._num_shared -= 1
+            elif uses[number] == 0:
                 del self._number_of[self._content[number]]
                 self._content[number] = b""
                 self._unused.append(number)
@@ -191,6 +202,7 @@ class TreePlanner:
         """Makes room; never less."""
         old = len(self._table)
         cells = columns * self.config.block_size // self.config.cell_size
+        self._columns = np.array(cell_columns(cells, self.config.cell_size, self.config.block_size))
         for name, width in (("_table", columns), ("_keys", cells), ("_numbers", cells)):
             before = getattr(self, name)
             grown = np.zeros((num_rows, width), dtype=np.int32)
