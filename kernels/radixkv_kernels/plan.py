@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from .plan_cells import Extents, last_block_keys, same_as_before
-from .plan_cuts import Cuts, choose_cuts
+from .plan_cuts import choose_cuts
 from .plan_items import Rows, WorkList, build_items
+from .plan_memo import Memo
 from .plan_order import sort_sequences
 from .plan_stats import PlanStats, measure
 from .plan_tensors import PlanBuffers, PlanTensors
@@ -97,8 +98,6 @@ class TreePlan:
     cu_seqlens_q: np.ndarray
     """[num_seqs + 1] int64, as given; seq_lens likewise, [num_seqs]."""
     seq_lens: np.ndarray
-    cuts: Cuts | None = field(repr=False, compare=False)
-    """What `work` was made of; None without rows."""
     _table: Callable[[], np.ndarray] = field(repr=False, compare=False)
     _on: dict[torch.device, PlanTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -158,7 +157,7 @@ class TreePlan:
         keys = last_block_keys(some, int(full.max(initial=0)), cell_size, block_size)
         order = sort_sequences(keys, whole, full)
         same = same_as_before(some, order, keys, whole[order], full[order], cell_size, block_size)
-        return assemble(config, active[order], same, extents, lens, cu, lambda: table)
+        return assemble(config, active[order], same, extents, lens, cu, lambda: table, Memo())
 
     @property
     def num_seqs(self) -> int:
@@ -226,7 +225,7 @@ def assemble(
     seq_lens: np.ndarray,
     cu_seqlens_q: np.ndarray,
     table: Callable[[], np.ndarray],
-    before: Cuts | None = None,
+    memo: Memo,
 ) -> TreePlan:
     """The plan of sequences in `order` (those with rows), `same` [len(order), cells] bool; for the two ways to plan."""
     first, last = extents.first[order], extents.last[order]
@@ -240,14 +239,14 @@ def assemble(
         empty = np.zeros(0, dtype=np.int32)
         nothing = np.zeros((0, 5), dtype=np.int32), np.zeros(1, dtype=np.int32), empty, empty
         work = WorkList(*nothing, 0, empty, np.zeros(0, dtype=bool))
-        return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, None, table)
-    cuts = choose_cuts(by_cell, first, last, q_lens, run_cells, config.partial_cost, before)
-    work = build_items(cuts, rows, config.cell_size, config.lead_runs)
+        return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, table)
+    cuts = choose_cuts(by_cell, first, last, q_lens, run_cells, config.partial_cost, memo)
+    work = build_items(cuts, rows, config.cell_size, config.lead_runs, memo)
     if len(work.items) < config.min_items and config.lead_runs > 1:
-        work = build_items(cuts, rows, config.cell_size, 1)
+        work = build_items(cuts, rows, config.cell_size, 1, memo)
     if len(work.items) < config.min_items:
-        work = build_items(cuts.by_cell(), rows, config.cell_size, 1)
-    return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, cuts, table)
+        work = build_items(cuts.by_cell(), rows, config.cell_size, 1, memo)
+    return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, table)
 
 
 def _rows(

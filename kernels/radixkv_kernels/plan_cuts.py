@@ -13,6 +13,36 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .plan_memo import Memo
+
+
+@dataclass(frozen=True, slots=True)
+class LaterCells:
+    """Cells behind the first items of their runs, each an item of those that share it; ascending by cell, then by
+    sequence. Every array [num_later]."""
+
+    cells: np.ndarray
+    """int64; counted from the first run. seqs: their sequences."""
+    seqs: np.ndarray
+    joined: np.ndarray
+    """bool: the item is that of the sequence before it."""
+
+    @staticmethod
+    def of(runs: np.ndarray, same: np.ndarray, cut: np.ndarray, last: np.ndarray) -> LaterCells:
+        """Those of some runs (numbers, ascending); same [len(runs), run_cells, num_seqs], the others without cells."""
+        _, run_cells, num_seqs = same.shape
+        k = np.arange(run_cells, dtype=np.int16)[:, None]
+        part = (k > cut[:, None]) & (k <= last[:, None])
+        joined = same & part
+        joined[..., 1:] &= part[..., :-1]
+        at = part.ravel().nonzero()[0]
+        row = at // num_seqs
+        cells = (runs[:, None] * run_cells + np.arange(run_cells)).ravel().take(row)
+        return LaterCells(cells, at - row * num_seqs, joined.ravel().take(at))
+
+
+NONE_LATER = LaterCells(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
+
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
@@ -29,12 +59,13 @@ class Cuts:
     """[num_runs, num_seqs] int16: the first item ends with this k."""
     joined: np.ndarray
     """[num_runs, num_seqs] bool: the sequence's first item is that of the sequence before it."""
-    basis: tuple[bytes, ...]
-    """All that the decisions rest on, to be compared."""
+    later: LaterCells
 
     def by_cell(self) -> Cuts:
         """The finest cuts: every cell an item of its own, shared as before."""
-        return replace(self, cut=self.first, joined=pick(self.same, self.first))
+        all_runs = np.arange(len(self.same))
+        later = LaterCells.of(all_runs, self.same, self.first, self.last)
+        return replace(self, cut=self.first, joined=pick(self.same, self.first), later=later)
 
 
 def pick(values: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -62,7 +93,7 @@ def choose_cuts(
     weight: np.ndarray,
     run_cells: int,
     partial_cost: float,
-    before: Cuts | None = None,
+    memo: Memo,
 ) -> Cuts:
     """Cuts every run of every sequence.
 
@@ -71,7 +102,7 @@ def choose_cuts(
         first, last: [num_seqs] cells that the sequence reads.
         weight: [num_seqs] query rows (tokens) of the sequence.
         partial_cost: what one partial result of one query token costs, in cells of KV.
-        before: of an earlier plan of the same costs, whose decisions are kept where they rest on the same.
+        memo: of plans of the same costs.
 
     O(num_runs * run_cells * num_seqs) bytes looked at, arithmetic only where sharing changes within a run.
     """
@@ -87,22 +118,22 @@ def choose_cuts(
     else:
         k_first = np.zeros(k_last.shape, dtype=np.int16)
     same = same.reshape(-1, run_cells, num_seqs)
-    cut, joined = k_last, same[:, 0]
+    cut, joined, later = k_last, same[:, 0], NONE_LATER
     changes = (same[:, 1:] != same[:, :-1]).any(2)
     mixed = changes.any(1).nonzero()[0]
-    basis: tuple[bytes, ...] = ()
     if len(mixed):
         # a cut pays off only where sharing changes
         level = np.array([*changes.any(0).nonzero()[0].tolist(), run_cells - 1], dtype=np.int16)
         shared = same[mixed, level[:, None]]
-        reading, column = reads[mixed], (k_first[mixed], k_last[mixed])
-        basis = tuple(x.tobytes() for x in (mixed, level, shared, reading, *column, weight))
+        basis = mixed, shared, level, reads[mixed], k_first[mixed], k_last[mixed], weight
+
+        def decide() -> tuple[np.ndarray, np.ndarray, LaterCells]:
+            cut, joined = _decide(*basis[1:], partial_cost)
+            return cut, joined, LaterCells.of(mixed, same[mixed], cut, basis[5])
+
         cut, joined = cut.copy(), joined.copy()
-        if before is not None and before.basis == basis:
-            cut[mixed], joined[mixed] = before.cut[mixed], before.joined[mixed]
-        else:
-            cut[mixed], joined[mixed] = _decide(shared, level, reading, *column, weight, partial_cost)
-    return Cuts(same, reads, k_first, k_last, cut, joined, basis)
+        cut[mixed], joined[mixed], later = memo.keep("cuts", basis, decide)
+    return Cuts(same, reads, k_first, k_last, cut, joined, later)
 
 
 def _decide(
@@ -122,22 +153,19 @@ def _decide(
     """
     levels, runs, num_seqs = shared.shape
     columns = runs * num_seqs
-    rows = weight.astype(np.float32)
-    depth = np.minimum(level[:, None, None], k_last) + (1 - k_first)  # cells read, down to a level
+    depth = np.minimum((level + 1)[:, None, None], k_last + 1)  # cells read, down to a level
     windowed = k_first.any()
-    if windowed:
-        np.maximum(depth, 0, out=depth)
-    count = depth.copy()
-    count[1:] -= depth[:-1]
     chain = shared.copy()
-    if windowed:  # a cell that neither reads does not part them
-        valid = (count > 0) & reads
+    if windowed:
+        depth = np.maximum(depth - k_first, 0)
+        # a cell that neither reads does not part them
+        valid = (np.diff(depth, axis=0, prepend=0) > 0) & reads
         chain[..., 1:] |= ~(valid[..., 1:] | valid[..., :-1])
     for a in range(1, levels):
         chain[a] &= chain[a - 1]
 
-    # cells below a level, each read once by those who share it, and partial results
-    below = count[1:] * (rows / _group_sums(rows, ~shared[1:]) + np.float32(partial_cost) * rows)
+    # cells below a level: reading, shared out among those who share it, and partial results
+    below = (depth[1:] - depth[:-1]) * _costs(shared[1:], weight, partial_cost)
     for a in range(levels - 3, -1, -1):
         below[a] += below[a + 1]
     heads = ~chain.ravel()
@@ -165,12 +193,17 @@ def _decide(
     return cut, joined
 
 
-def _group_sums(rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Rows of the interval that each entry is in; starts[..., 0] is True. Shaped as starts."""
-    at = starts.ravel().nonzero()[0]
-    lengths = lengths_of(at, starts.size)
-    if rows.max() == 1:
-        sums = lengths.astype(np.float32)
-    else:
-        sums = np.add.reduceat(np.broadcast_to(rows, starts.shape).ravel(), at)
-    return sums.repeat(lengths).reshape(starts.shape)
+def _costs(shared: np.ndarray, weight: np.ndarray, partial_cost: float) -> np.ndarray:
+    """[levels, runs, num_seqs] float32: what a cell of a level costs a sequence, in cells."""
+    starts = (~shared).ravel().nonzero()[0]
+    lengths = lengths_of(starts, shared.size)
+    if weight.max() == 1:
+        return (
+            (np.float32(partial_cost) + np.float32(1) / lengths.astype(np.float32))
+            .repeat(lengths)
+            .reshape(shared.shape)
+        )
+    rows = weight.astype(np.float32)
+    each = np.broadcast_to(rows, shared.shape)
+    sums = np.add.reduceat(each.ravel(), starts)
+    return each * (np.float32(partial_cost) + (1 / sums).repeat(lengths).reshape(shared.shape))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .plan_cuts import Cuts, lengths_of
+from .plan_memo import Memo
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class WorkList:
     """[num_seqs] bool: some item has rows of this sequence and of another; in the plan's order of sequences."""
 
 
-def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkList:
+def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int, memo: Memo) -> WorkList:
     """The work list of these cuts: first items run by run, then later cells, cell by cell.
 
     lead_runs: how many whole runs, from the first, one item may fold where the same rows read them.
@@ -58,25 +59,24 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     # where windows begin in different runs, a run may come first for some of an item's rows only
     num_lead = 1 if cuts.first.any() else min(lead_runs, num_runs)
     if num_lead > 1:
-        folded = _folded_runs(cuts, num_lead)
+        basis = tuple(x[:num_lead] for x in (cuts.joined, cuts.cut, cuts.last, cuts.reads))
+        folded = memo.keep("folded runs", basis, lambda: _folded_runs(*basis))
         begins = begins.copy()
         begins[1:num_lead] &= np.arange(1, num_lead)[:, None] > folded
         end[0] = end.ravel().take(folded * num_seqs + np.arange(num_seqs))
-    k = np.arange(run_cells, dtype=np.int16)[:, None]
-    later = (k > cuts.cut[:, None]) & (k <= cuts.last[:, None])
-    goes_on = cuts.same & later
-    goes_on[..., 1:] &= later[..., :-1]
-    shared = goes_on.any((0, 1)) | cuts.joined.any(0)
-    shared[:-1] |= shared[1:]
-    # where partial results begin (cell * num_seqs + seq), those of an item one after the other
-    begin, later_at = begins.ravel().nonzero()[0], later.ravel().nonzero()[0]
-    first_at = begin + (begin // num_seqs * (run_cells - 1) + cuts.first.ravel().take(begin)) * num_seqs
-    at = np.concatenate((first_at, later_at))
-    heads = ~np.concatenate((cuts.joined.ravel().take(begin), goes_on.ravel().take(later_at)))
-    cells = at // num_seqs
-    seqs = at - cells * num_seqs
+    # where partial results begin, those of an item one after the other
+    begin = begins.ravel().nonzero()[0]
+    run = begin // num_seqs
+    later = cuts.later
+    cells = np.concatenate((run * run_cells + cuts.first.ravel().take(begin), later.cells))
+    seqs = np.concatenate((begin - run * num_seqs, later.seqs))
+    joined = np.concatenate((cuts.joined.ravel().take(begin), later.joined))
+    shared = np.zeros(num_seqs, dtype=bool)
+    behind = seqs.compress(joined)
+    shared[behind] = shared[behind - 1] = True
+    heads = ~joined
     starts = heads.nonzero()[0]
-    count = lengths_of(starts, len(at)) if len(at) else starts
+    count = lengths_of(starts, len(seqs)) if len(seqs) else starts
     first_seq, first_cell = seqs.take(starts), cells.take(starts)
     last_cell = first_cell + 1
     begin = begin.compress(heads[: len(begin)])
@@ -97,21 +97,20 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
         base,
         (order * group).astype(np.int32),
         cells.take(order).astype(np.int32),
-        len(at) * group,
+        len(seqs) * group,
         groups,
         shared,
     )
 
 
-def _folded_runs(cuts: Cuts, num_lead: int) -> np.ndarray:
+def _folded_runs(joined: np.ndarray, cut: np.ndarray, last: np.ndarray, reads: np.ndarray) -> np.ndarray:
     """[num_seqs]: how many runs the item that begins with run 0 folds besides it; in each the same rows share all."""
-    whole = cuts.cut[:num_lead] == cuts.last[:num_lead]
-    joined = cuts.joined[:num_lead]
-    like = (joined[1:] == joined[0]) & whole[1:] & whole[0] & cuts.reads[1:num_lead]
+    whole = cut == last
+    like = (joined[1:] == joined[0]) & whole[1:] & whole[0] & reads[1:]
     like[:, :-1] &= joined[1:, 1:] <= joined[0, 1:]
     heads = (~joined[0]).nonzero()[0]
     like = np.logical_and.reduceat(like, heads, axis=1)
-    for run in range(1, num_lead - 1):
+    for run in range(1, len(like)):
         like[run] &= like[run - 1]
     return like.sum(0).repeat(lengths_of(heads, len(whole[0])))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .plan import PlanConfig, TreePlan, assemble, check_lengths, host_array
 from .plan_cells import Extents, both_hold, cell_columns
-from .plan_cuts import Cuts
+from .plan_memo import Memo
 from .plan_order import KeptOrder, sort_sequences
 from .validate import expect
 
@@ -46,7 +46,7 @@ class TreePlanner:
         self._num_shared = 0
         self._order = KeptOrder()
         self._last: TreePlan | None = None
-        self._cuts: Cuts | None = None
+        self._memo = Memo()
         self._last_sequences: list[Hashable] = []
         self._last_rows = np.zeros(0, dtype=np.int64)
 
@@ -147,9 +147,8 @@ class TreePlanner:
         np.equal(numbers[1:], numbers[:-1], out=same[1:])
         same[1:] &= both_hold(whole[order], full[order], num_cells)
         self._last = assemble(
-            self.config, active[order], same, extents, lens, cu, lambda: self._table[rows], self._cuts
+            self.config, active[order], same, extents, lens, cu, lambda: self._table[rows], self._memo
         )
-        self._cuts = self._last.cuts
         return self._last
 
     def _number_cells(self, row: int) -> None:
