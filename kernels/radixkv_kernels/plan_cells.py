@@ -123,17 +123,17 @@ def _unlike_rows(table: np.ndarray, order: np.ndarray, same: np.ndarray, end: np
     rows = np.flatnonzero(same.any(1))
     num_cells = len(end)
     columns = end[num_cells - 1 - same[rows, num_cells - 1 :: -1].argmax(1)] + 1
-    widths = (columns * table.itemsize).tolist()
-    part = table[:, : int(columns.max())]
+    seqs = order.tolist()
     unlike = []
-    before, data_before = -1, b""
-    for row, width in zip(rows.tolist(), widths, strict=True):
-        if before != row - 1:
-            data_before = part[order[row - 1]].tobytes()
-        data = part[order[row]].tobytes()
-        if not data.startswith(data_before[:width]):
+    data, at, known = b"", -1, 0  # `data` begins with the first `known` block ids of sequence number `at` in order
+    for row, count in zip(rows.tolist(), columns.tolist(), strict=True):
+        if at != row - 1 or known < count:
+            data = table[seqs[row - 1], :count].tobytes()
+        if data.startswith(table[seqs[row], :count].data):
+            at, known = row, count
+        else:
             unlike.append(row)
-        before, data_before = row, data
+            at = -1
     return np.array(unlike, dtype=np.int64)
 
 

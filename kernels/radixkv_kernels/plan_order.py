@@ -27,10 +27,15 @@ def sort_sequences(keys: np.ndarray, whole: np.ndarray, full: np.ndarray) -> np.
     if whole.any():
         cells = np.arange(num_cells)
         _fill_before_windows(keys, (cells < full[:, None]) & (cells >= whole[:, None]))
-    data, width = keys.tobytes(), keys.itemsize * num_cells
-    ends = (full * keys.itemsize + np.arange(0, num_seqs * width, width) if width else full).tolist()
-    rows = [data[i * width : end] for i, end in enumerate(ends)]
+    rows = _as_bytes(keys, full)
     return np.array(sorted(range(num_seqs), key=rows.__getitem__), dtype=np.int64)
+
+
+def _as_bytes(keys: np.ndarray, full: np.ndarray) -> list[bytes]:
+    """Each row's first `full` keys."""
+    data, width = keys.tobytes(), keys.itemsize * keys.shape[1]
+    ends = (full * keys.itemsize + np.arange(len(keys)) * width).tolist()
+    return [data[i * width : end] for i, end in enumerate(ends)]
 
 
 class KeptOrder:
@@ -90,12 +95,19 @@ class KeptOrder:
 
     def _renew(self, rows: np.ndarray, keys: np.ndarray, full: np.ndarray) -> None:
         """Numbers afresh for these rows, none for others."""
-        found = [keys[row, :cells].tobytes() for row, cells in zip(rows.tolist(), full.tolist(), strict=True)]
-        self._keys = sorted(set(found))
+        before = self._places[rows].argsort(kind="stable")  # what is nearly sorted is sorted fast
+        rows, full = rows[before], full[before]
+        found = _as_bytes(keys[:, : int(full.max())].take(rows, axis=0), full)
+        order = sorted(range(len(rows)), key=found.__getitem__)
+        self._keys, count, last = [], [], None
+        for i in order:
+            if found[i] != last:
+                last = found[i]
+                self._keys.append(last)
+            count.append(len(self._keys))
         step = TOP // (len(self._keys) + 1)
-        self._numbers = [step * i for i in range(1, len(self._keys) + 1)]
-        number_of = dict(zip(self._keys, self._numbers, strict=True))
-        self._places[rows] = [number_of[key] for key in found]
+        self._numbers = list(range(step, step * (len(self._keys) + 1), step))
+        self._places[rows[order]] = np.array(count) * step
         self._cells[:] = -1
         self._cells[rows] = full
 
