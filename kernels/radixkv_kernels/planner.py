@@ -123,8 +123,8 @@ class TreePlanner:
         last = self._last
         known = last is not None and self._last_sequences == sequences
         if not known:
-            self._last_sequences = list(sequences)
             self._last_rows = np.fromiter(map(self._row_of.__getitem__, sequences), np.int64, len(sequences))
+            self._last_sequences = list(sequences)
         rows = self._last_rows
         fits = len(lens) == len(rows) and (lens <= self._num_blocks[rows] * self.config.block_size).all()
         expect(bool(fits), "seq_lens", "a length a sequence, no longer than its blocks", seq_lens)
