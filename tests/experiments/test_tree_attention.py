@@ -30,6 +30,8 @@ def test_bytes(tmp_path, capsys):
     own = 741 - 640 + np.arange(1, 65)
     read = found["trace"]["read_bytes"] / (4 * 8 * 128)
     assert 640 + 12 * own.min() <= read / found["trace"]["num_batches"] <= 640 + 12 * own.max()
+    assert all(row["unique_bytes"] <= row["floor_bytes"] <= row["read_bytes"] for row in rows)
+    assert found["trace"]["floor_bytes"] == found["trace"]["read_bytes"]
     assert (tmp_path / "tree_bytes.png").stat().st_size > 1000
     assert "times the unique KV" in " ".join(capsys.readouterr().out.split())
 
