@@ -177,7 +177,10 @@ def _all(rows: list[Row]) -> Row:
     means = {
         key: float(np.mean([row[key] for row in rows])) for key in ("ideal", *(f"{of}_of_unique" for of in MEASURES))
     }
-    worst = {f"worst_{of}": max(row.get(f"worst_{of}", row[f"{of}_of_unique"]) for row in rows) for of in MEASURES}
+    worst = {}
+    for of in MEASURES:
+        key = f"worst_{of}"
+        worst[key] = max(float(row[key] if key in row else row[f"{of}_of_unique"]) for row in rows)
     return means | worst | {"num_batches": len(rows)}
 
 
