@@ -16,7 +16,7 @@ import numpy as np
 from .plan_memo import Memo
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LaterCells:
     """Cells behind the first items of their runs, each an item of those that share it; ascending by cell, then by
     sequence. Every array [num_later]."""
@@ -119,12 +119,8 @@ def choose_cuts(
         k_first = np.zeros(k_last.shape, dtype=np.int16)
     same = same.reshape(-1, run_cells, num_seqs)
     cut, joined, later = k_last, same[:, 0], NONE_LATER
-    changes = (same[:, 1:] != same[:, :-1]).any(2)
-    mixed = changes.any(1).nonzero()[0]
+    mixed, level, shared = memo.keep("changes", (same,), lambda: _changes(same))
     if len(mixed):
-        # a cut pays off only where sharing changes
-        level = np.array([*changes.any(0).nonzero()[0].tolist(), run_cells - 1], dtype=np.int16)
-        shared = same[mixed, level[:, None]]
         basis = mixed, shared, level, reads[mixed], k_first[mixed], k_last[mixed], weight
 
         def decide() -> tuple[np.ndarray, np.ndarray, LaterCells]:
@@ -134,6 +130,17 @@ def choose_cuts(
         cut, joined = cut.copy(), joined.copy()
         cut[mixed], joined[mixed], later = memo.keep("cuts", basis, decide)
     return Cuts(same, reads, k_first, k_last, cut, joined, later)
+
+
+def _changes(same: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs in which sharing changes; levels, of all of them; and `same` there [levels, runs, num_seqs].
+
+    A level is a cell of a run after which sharing changes, as a cut pays off nowhere else, or its last.
+    """
+    changes = (same[:, 1:] != same[:, :-1]).any(2)
+    mixed = changes.any(1).nonzero()[0]
+    level = np.array([*changes.any(0).nonzero()[0].tolist(), same.shape[1] - 1], dtype=np.int16)
+    return mixed, level, same[mixed, level[:, None]]
 
 
 def _decide(
@@ -147,7 +154,7 @@ def _decide(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(cut, joined) [runs, num_seqs] of runs in which sharing changes.
 
-    level: [levels] int32, ascending; each stands for the cells behind the level before it, up to its own, in which
+    level: [levels] int16, ascending; each stands for the cells behind the level before it, up to its own, in which
     nothing changes. shared: [levels, runs, num_seqs] bool, `same` of those cells. A node is a stretch of sequences with
     the same cells up to a level; its children are the stretches of the level below that it falls into.
     """

@@ -64,43 +64,65 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int, memo: Me
         begins = begins.copy()
         begins[1:num_lead] &= np.arange(1, num_lead)[:, None] > folded
         end[0] = end.ravel().take(folded * num_seqs + np.arange(num_seqs))
-    # where partial results begin, those of an item one after the other
-    begin = begins.ravel().nonzero()[0]
-    run = begin // num_seqs
-    later = cuts.later
-    cells = np.concatenate((run * run_cells + cuts.first.ravel().take(begin), later.cells))
-    seqs = np.concatenate((begin - run * num_seqs, later.seqs))
-    joined = np.concatenate((cuts.joined.ravel().take(begin), later.joined))
-    shared = np.zeros(num_seqs, dtype=bool)
-    behind = seqs.compress(joined)
-    shared[behind] = shared[behind - 1] = True
-    heads = ~joined
-    starts = heads.nonzero()[0]
-    count = lengths_of(starts, len(seqs)) if len(seqs) else starts
-    first_seq, first_cell = seqs.take(starts), cells.take(starts)
-    last_cell = first_cell + 1
-    begin = begin.compress(heads[: len(begin)])
-    last_cell[: len(begin)] = end.ravel().take(begin)
     if rows.lo is not None or rows.hi is not None:
-        return _tile_tokens(rows, first_seq, count, first_cell, last_cell, cell_size, shared)
+        return _tile_tokens(rows, Partials.of(cuts, begins), end, cell_size)
+    begin_with = begins, cuts.first, cuts.joined, cuts.later
+    work, begin = memo.keep("work", begin_with, lambda: _lay_out(Partials.of(cuts, begins), rows))
+    items = work.items.copy()
+    items[: len(begin), 3] = end.ravel().take(begin)
+    return WorkList(items, work.row_base, work.row_slots, work.slot_cells, work.num_slots, work.groups, work.shared)
 
-    group = rows.group_size
-    columns = [first_seq * group, count * group, first_cell, last_cell, starts * group]
-    groups = np.arange(len(count))
-    if len(count) and int(count.max()) * group > rows.tile_rows:
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Where partial results begin, those of an item one after the other: first items run by run, then later cells."""
+
+    seqs: np.ndarray
+    """[num_partials] int64; in the plan's order. cells: their first cells."""
+    cells: np.ndarray
+    starts: np.ndarray
+    """[num_items] int64: each item's first partial; count: how many sequences it has."""
+    count: np.ndarray
+    begin: np.ndarray
+    """[num_first_items] int64: run * num_seqs + sequence of the first of each; they come before other items."""
+    shared: np.ndarray
+    """As in `WorkList`."""
+
+    @staticmethod
+    def of(cuts: Cuts, begins: np.ndarray) -> Partials:
+        """begins: [num_runs, num_seqs] bool: the sequence has a first item in this run, so no earlier one folds it."""
+        _, run_cells, num_seqs = cuts.same.shape
+        begin = begins.ravel().nonzero()[0]
+        run = begin // num_seqs
+        later = cuts.later
+        cells = np.concatenate((run * run_cells + cuts.first.ravel().take(begin), later.cells))
+        seqs = np.concatenate((begin - run * num_seqs, later.seqs))
+        joined = np.concatenate((cuts.joined.ravel().take(begin), later.joined))
+        shared = np.zeros(num_seqs, dtype=bool)
+        behind = seqs.compress(joined)
+        shared[behind] = shared[behind - 1] = True
+        heads = ~joined
+        starts = heads.nonzero()[0]
+        count = lengths_of(starts, len(seqs)) if len(seqs) else starts
+        return Partials(seqs, cells, starts, count, begin.compress(heads[: len(begin)]), shared)
+
+
+def _lay_out(partials: Partials, rows: Rows) -> tuple[WorkList, np.ndarray]:
+    """The work list of sequences of one row each, first items as if of one cell, and their `Partials.begin`."""
+    group, num_seqs = rows.group_size, len(rows.weight)
+    seqs, cells, starts, begin = partials.seqs, partials.cells, partials.starts, partials.begin
+    first_cell = cells.take(starts)
+    columns = [seqs.take(starts) * group, partials.count * group, first_cell, first_cell + 1, starts * group]
+    groups = np.arange(len(starts))
+    if len(starts) and int(partials.count.max()) * group > rows.tile_rows:
         columns, groups = _tiled(columns, rows.tile_rows // group * group or rows.tile_rows)
-    order = _by_row(seqs, cells, num_seqs, num_runs * run_cells)
+        begin = begin[groups[groups < len(begin)]]
+    order = _by_row(seqs, cells, num_seqs, int(cells.max(initial=0)) + 1)
     base = np.zeros(num_seqs + 1, dtype=np.int32)
     np.bincount(seqs, minlength=num_seqs).cumsum(out=base[1:])
-    return WorkList(
-        _table(columns),
-        base,
-        (order * group).astype(np.int32),
-        cells.take(order).astype(np.int32),
-        len(seqs) * group,
-        groups,
-        shared,
-    )
+    slots = (order * group).astype(np.int32)
+    slot_cells = cells.take(order).astype(np.int32)
+    return WorkList(_table(columns), base, slots, slot_cells, len(seqs) * group, groups, partials.shared), begin
 
 
 def _folded_runs(joined: np.ndarray, cut: np.ndarray, last: np.ndarray, reads: np.ndarray) -> np.ndarray:
@@ -138,21 +160,16 @@ def _tiled(columns: list[np.ndarray], tile_rows: int) -> tuple[list[np.ndarray],
     return [row0[of] + offset, rows, first_cell[of], last_cell[of], slot[of] + offset], of
 
 
-def _tile_tokens(
-    rows: Rows,
-    first_seq: np.ndarray,
-    count: np.ndarray,
-    first_cell: np.ndarray,
-    last_cell: np.ndarray,
-    cell_size: int,
-    shared: np.ndarray,
-) -> WorkList:
-    """As `build_items`, with sequences of several rows: each tile keeps to the cells that its rows see."""
+def _tile_tokens(rows: Rows, partials: Partials, end: np.ndarray, cell_size: int) -> WorkList:
+    """The work list of sequences of several rows: each tile keeps to the cells that its rows see."""
     assert rows.lo is not None and rows.hi is not None
     group = rows.group_size
     bounds = np.concatenate(([0], np.cumsum(rows.weight)))
     num_rows = int(bounds[-1])
-    row0, row1 = bounds[first_seq], bounds[first_seq + count]
+    first_seq, first_cell = partials.seqs[partials.starts], partials.cells[partials.starts]
+    last_cell = first_cell + 1
+    last_cell[: len(partials.begin)] = end.ravel()[partials.begin]
+    row0, row1 = bounds[first_seq], bounds[first_seq + partials.count]
     nothing = np.zeros_like(row0)
     token_tile = max(1, rows.tile_rows // group)
     columns, groups = _tiled([row0, row1 - row0, first_cell, last_cell, nothing], token_tile)
@@ -188,5 +205,5 @@ def _tile_tokens(
         first_cell[of[order]].astype(np.int32),
         len(of) * group,
         groups,
-        shared,
+        partials.shared,
     )
