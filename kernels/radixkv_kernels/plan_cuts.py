@@ -124,7 +124,7 @@ def choose_cuts(
         basis = mixed, shared, level, reads[mixed], k_first[mixed], k_last[mixed], weight
 
         def decide() -> tuple[np.ndarray, np.ndarray, LaterCells]:
-            cut, joined = _decide(*basis[1:], partial_cost)
+            cut, joined = _decide(*basis[1:], partial_cost, memo)
             return cut, joined, LaterCells.of(mixed, same[mixed], cut, basis[5])
 
         cut, joined = cut.copy(), joined.copy()
@@ -143,6 +143,41 @@ def _changes(same: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return mixed, level, same[mixed, level[:, None]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The nodes of some runs, level by level, runs one after the other as if they were one of more sequences (columns).
+
+    A node is a stretch of sequences with the same cells up to a level; its children are the stretches of the next level
+    that it falls into.
+    """
+
+    chain: np.ndarray
+    """[levels * columns] bool: in one node with the sequence before."""
+    at: np.ndarray
+    """[num_nodes]: level * columns + first column. size: how many columns."""
+    size: np.ndarray
+    bounds: list[int]
+    """[levels + 1]: nodes of level a are [bounds[a], bounds[a + 1])."""
+    child: np.ndarray
+    """[nodes of all levels but the last]: the first child."""
+
+    @staticmethod
+    def of(shared: np.ndarray, valid: np.ndarray | None) -> _Tree:
+        """shared, valid: [levels, runs, num_seqs] bool; where neither of two reads a level's cells, they don't part."""
+        levels, columns = len(shared), shared[0].size
+        chain = shared.copy()
+        if valid is not None:
+            chain[..., 1:] |= ~(valid[..., 1:] | valid[..., :-1])
+        for a in range(1, levels):
+            chain[a] &= chain[a - 1]
+        chain = chain.ravel()
+        at = (~chain).nonzero()[0]
+        rank = (~chain).cumsum()
+        bounds = [0, *rank[columns - 1 :: columns].tolist()]
+        child = rank.take(at[: bounds[-2]] + columns) - 1
+        return _Tree(chain, at, lengths_of(at, chain.size), bounds, child)
+
+
 def _decide(
     shared: np.ndarray,
     level: np.ndarray,
@@ -151,66 +186,54 @@ def _decide(
     k_last: np.ndarray,
     weight: np.ndarray,
     partial_cost: float,
+    memo: Memo,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(cut, joined) [runs, num_seqs] of runs in which sharing changes.
 
     level: [levels] int16, ascending; each stands for the cells behind the level before it, up to its own, in which
-    nothing changes. shared: [levels, runs, num_seqs] bool, `same` of those cells. A node is a stretch of sequences with
-    the same cells up to a level; its children are the stretches of the level below that it falls into.
+    nothing changes. shared: [levels, runs, num_seqs] bool, `same` of those cells.
     """
     levels, runs, num_seqs = shared.shape
     columns = runs * num_seqs
     depth = np.minimum((level + 1)[:, None, None], k_last + 1)  # cells read, down to a level
-    windowed = k_first.any()
-    chain = shared.copy()
-    if windowed:
+    valid = None
+    if k_first.any():
         depth = np.maximum(depth - k_first, 0)
-        # a cell that neither reads does not part them
         valid = (np.diff(depth, axis=0, prepend=0) > 0) & reads
-        chain[..., 1:] |= ~(valid[..., 1:] | valid[..., :-1])
-    for a in range(1, levels):
-        chain[a] &= chain[a - 1]
-
+    tree = memo.keep("tree", (shared, valid), lambda: _Tree.of(shared, valid))
     # cells below a level: reading, shared out among those who share it, and partial results
-    below = (depth[1:] - depth[:-1]) * _costs(shared[1:], weight, partial_cost)
+    below = (depth[1:] - depth[:-1]) * memo.keep(
+        "costs", (shared, weight), lambda: _costs(shared, weight, partial_cost)
+    )
     for a in range(levels - 3, -1, -1):
         below[a] += below[a + 1]
-    heads = ~chain.ravel()
-    node = heads.nonzero()[0]
-    rank = heads.cumsum()
-    bounds = [0, *rank[columns - 1 :: columns].tolist()]
-    inner = bounds[-2]
-    cost = depth.ravel().take(node).astype(np.float32)
-    if windowed:
+    cost = depth.ravel().take(tree.at).astype(np.float32)
+    if valid is not None:
         cost[cost == 0] = np.inf
-    cost[:inner] += np.add.reduceat(below.ravel(), node[:inner])
-    child = rank.take(node[:inner] + columns) - 1
-    wins = np.empty(len(node), dtype=bool)
-    wins[inner:] = True
+    inner = tree.bounds[-2]
+    cost[:inner] += np.add.reduceat(below.ravel(), tree.at[:inner])
+    wins = np.ones(len(cost), dtype=bool)
     for a in range(levels - 2, -1, -1):
-        at = slice(bounds[a], bounds[a + 1])
-        apart = np.add.reduceat(cost[: bounds[a + 2]], child[at])
+        at = slice(tree.bounds[a], tree.bounds[a + 1])
+        apart = np.add.reduceat(cost[: tree.bounds[a + 2]], tree.child[at])
         np.less_equal(cost[at], apart, out=wins[at])
         np.minimum(cost[at], apart, out=cost[at])
     # the cut is the first level that wins
-    won = wins.repeat(lengths_of(node, chain.size)).reshape(levels, columns).argmax(0)
+    won = wins.repeat(tree.size).reshape(levels, columns).argmax(0)
     cut = np.minimum(level.take(won).reshape(runs, num_seqs), k_last)
-    joined = chain.ravel().take(won * columns + np.arange(columns)).reshape(runs, num_seqs)
+    joined = tree.chain.take(won * columns + np.arange(columns)).reshape(runs, num_seqs)
     joined[:, 1:] &= (cut[:, 1:] == cut[:, :-1]) & reads[:, 1:] & reads[:, :-1]
     return cut, joined
 
 
 def _costs(shared: np.ndarray, weight: np.ndarray, partial_cost: float) -> np.ndarray:
-    """[levels, runs, num_seqs] float32: what a cell of a level costs a sequence, in cells."""
+    """[levels - 1, runs, num_seqs] float32: what a cell of a level but the first costs a sequence, in cells."""
+    shared = shared[1:]
     starts = (~shared).ravel().nonzero()[0]
     lengths = lengths_of(starts, shared.size)
     if weight.max() == 1:
-        return (
-            (np.float32(partial_cost) + np.float32(1) / lengths.astype(np.float32))
-            .repeat(lengths)
-            .reshape(shared.shape)
-        )
-    rows = weight.astype(np.float32)
-    each = np.broadcast_to(rows, shared.shape)
-    sums = np.add.reduceat(each.ravel(), starts)
-    return each * (np.float32(partial_cost) + (1 / sums).repeat(lengths).reshape(shared.shape))
+        each = np.float32(partial_cost) + np.float32(1) / lengths.astype(np.float32)
+        return each.repeat(lengths).reshape(shared.shape)
+    rows = np.broadcast_to(weight.astype(np.float32), shared.shape)
+    sums = np.add.reduceat(rows.ravel(), starts)
+    return rows * (np.float32(partial_cost) + (1 / sums).repeat(lengths).reshape(shared.shape))
