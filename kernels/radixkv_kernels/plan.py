@@ -228,12 +228,12 @@ def assemble(
     memo: Memo,
 ) -> TreePlan:
     """The plan of sequences in `order` (those with rows), `same` [len(order), cells] bool; for the two ways to plan."""
-    first, last = extents.first[order], extents.last[order]
+    first, last = extents.first.take(order), extents.last.take(order)
     run_cells, num_seqs = config.run_cells, len(order)
     num_runs = max(1, -(-int(last.max(initial=0)) // run_cells))
     by_cell = np.zeros((num_runs * run_cells, num_seqs), dtype=bool)
     by_cell[: same.shape[1]] = same.T
-    q_lens = (cu_seqlens_q[1:] - cu_seqlens_q[:-1])[order]
+    q_lens = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).take(order)
     rows, row_token, row_seq = _rows(config, order, q_lens, cu_seqlens_q, seq_lens)
     if num_seqs == 0:
         empty = np.zeros(0, dtype=np.int32)
@@ -253,8 +253,8 @@ def _rows(
     config: PlanConfig, order: np.ndarray, q_lens: np.ndarray, cu: np.ndarray, seq_lens: np.ndarray
 ) -> tuple[Rows, np.ndarray, np.ndarray]:
     """The rows in the plan's order, with row_token and row_seq."""
-    start = cu[order]
-    if (q_lens == 1).all():
+    start = cu.take(order)
+    if q_lens.max(initial=1) == 1:  # none has less than one
         rows = Rows(q_lens, None, None, config.group_size, config.tile_rows)
         return rows, start.astype(np.int32), order.astype(np.int32)
     of = np.repeat(np.arange(len(order)), q_lens)

@@ -67,7 +67,7 @@ class KeptOrder:
         O(num_seqs), a look-up for each row whose number of full cells is another than at the last call, or where they
         are many or numbers run out a sort of all keys.
         """
-        changed = (self._cells[rows] != full).nonzero()[0]
+        changed = (self._cells.take(rows) != full).nonzero()[0]
         if len(changed):
             if len(changed) > FEW or len(self._keys) > 2 * len(rows) + FEW:
                 self._renew(rows, keys, full)
@@ -78,7 +78,7 @@ class KeptOrder:
                         self._renew(rows, keys, full)
                         break
                     self._places[row], self._cells[row] = place, cells
-        return self._places[rows].argsort(kind="stable")
+        return self._places.take(rows).argsort(kind="stable")
 
     def _place(self, key: bytes) -> int | None:
         """The key's number; None where there is none left."""

@@ -126,7 +126,7 @@ class TreePlanner:
             self._last_rows = np.fromiter(map(self._row_of.__getitem__, sequences), np.int64, len(sequences))
             self._last_sequences = list(sequences)
         rows = self._last_rows
-        fits = len(lens) == len(rows) and (lens <= self._num_blocks[rows] * self.config.block_size).all()
+        fits = len(lens) == len(rows) and (lens <= self._num_blocks.take(rows) * self.config.block_size).all()
         expect(bool(fits), "seq_lens", "a length a sequence, no longer than its blocks", seq_lens)
         if last is not None and known and np.array_equal(cu, last.cu_seqlens_q) and last.extents.holds(lens):
             return last
@@ -142,10 +142,10 @@ class TreePlanner:
             order = sort_sequences(self._keys[:, :num_cells].take(some, axis=0), whole, full)
         else:
             order = self._order.sort(some, self._keys, full)
-        numbers = self._numbers[:, :num_cells].take(some[order], axis=0)
+        numbers = self._numbers[:, :num_cells].take(some.take(order), axis=0)
         same = np.zeros(numbers.shape, dtype=bool)
         np.equal(numbers[1:], numbers[:-1], out=same[1:])
-        same[1:] &= both_hold(whole[order], full[order], num_cells)
+        same[1:] &= both_hold(whole.take(order), full.take(order), num_cells)
         self._last = assemble(
             self.config, active[order], same, extents, lens, cu, lambda: self._table[rows], self._memo
         )
