@@ -18,8 +18,10 @@ from .plan_memo import Memo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaterCells:
-    """Cells behind the first items of their runs, each an item of those that share it; ascending by cell, then by
-    sequence. Every array [num_later]."""
+    """Cells behind the first items of their runs, each an item of those that share it; every array [num_later].
+
+    Ascending by cell, then by sequence.
+    """
 
     cells: np.ndarray
     """int64; counted from the first run. seqs: their sequences."""
@@ -71,7 +73,7 @@ class Cuts:
 def pick(values: np.ndarray, k: np.ndarray) -> np.ndarray:
     """values[r, k[r, i], i] for every r and i: [runs, k, num_seqs] -> [runs, num_seqs]."""
     runs, size, num_seqs = values.shape
-    at = k * num_seqs
+    at = k.astype(np.int64) * num_seqs
     at += np.arange(num_seqs)
     if runs > 1:
         at += np.arange(0, runs * size * num_seqs, size * num_seqs)[:, None]
