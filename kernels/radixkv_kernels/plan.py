@@ -17,15 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .plan_cells import Extents, last_block_keys, same_as_before, sort_sequences
-from .plan_cuts import Cuts, choose_cuts
+from .plan_cells import Extents, last_block_keys, same_as_before
+from .plan_cuts import choose_cuts
 from .plan_items import Rows, WorkList, build_items
+from .plan_memo import Memo
+from .plan_order import sort_sequences
 from .plan_stats import PlanStats, measure
 from .plan_tensors import PlanBuffers, PlanTensors
 from .validate import expect
 
 RUN_TOKENS = 2048
 """KV tokens of a run, in every implementation."""
+INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,6 @@ class TreePlan:
     cu_seqlens_q: np.ndarray
     """[num_seqs + 1] int64, as given; seq_lens likewise, [num_seqs]."""
     seq_lens: np.ndarray
-    cuts: Cuts | None = field(repr=False, compare=False)
-    """What `work` was made of; None without rows."""
     _table: Callable[[], np.ndarray] = field(repr=False, compare=False)
     _on: dict[torch.device, PlanTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -152,11 +153,11 @@ class TreePlan:
         extents = Extents.of(lens, q_lens, cell_size, window)
         active = np.flatnonzero(q_lens)
         some = table if len(active) == len(lens) else table[active]
-        shareable = extents.shareable(int(extents.full.max(initial=0)))[active]
-        keys = last_block_keys(some, shareable.shape[1], cell_size, block_size)
-        order = sort_sequences(keys, shareable, window is not None)
-        same = same_as_before(some, order, keys, shareable, cell_size, block_size)
-        return assemble(config, active[order], same, extents, lens, cu, lambda: table)
+        whole, full = extents.whole[active], extents.full[active]
+        keys = last_block_keys(some, int(full.max(initial=0)), cell_size, block_size)
+        order = sort_sequences(keys, whole, full)
+        same = same_as_before(some, order, keys, whole[order], full[order], cell_size, block_size)
+        return assemble(config, active[order], same, extents, lens, cu, lambda: table, Memo())
 
     @property
     def num_seqs(self) -> int:
@@ -224,36 +225,36 @@ def assemble(
     seq_lens: np.ndarray,
     cu_seqlens_q: np.ndarray,
     table: Callable[[], np.ndarray],
-    before: Cuts | None = None,
+    memo: Memo,
 ) -> TreePlan:
     """The plan of sequences in `order` (those with rows), `same` [len(order), cells] bool; for the two ways to plan."""
-    first, last = extents.first[order], extents.last[order]
+    first, last = extents.first.take(order), extents.last.take(order)
     run_cells, num_seqs = config.run_cells, len(order)
     num_runs = max(1, -(-int(last.max(initial=0)) // run_cells))
     by_cell = np.zeros((num_runs * run_cells, num_seqs), dtype=bool)
     by_cell[: same.shape[1]] = same.T
-    q_lens = (cu_seqlens_q[1:] - cu_seqlens_q[:-1])[order]
+    q_lens = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).take(order)
     rows, row_token, row_seq = _rows(config, order, q_lens, cu_seqlens_q, seq_lens)
     if num_seqs == 0:
         empty = np.zeros(0, dtype=np.int32)
         nothing = np.zeros((0, 5), dtype=np.int32), np.zeros(1, dtype=np.int32), empty, empty
         work = WorkList(*nothing, 0, empty, np.zeros(0, dtype=bool))
-        return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, None, table)
-    cuts = choose_cuts(by_cell, first, last, q_lens, run_cells, config.partial_cost, before)
-    work = build_items(cuts, rows, config.cell_size, config.lead_runs)
+        return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, table)
+    cuts = choose_cuts(by_cell, first, last, q_lens, run_cells, config.partial_cost, memo)
+    work = build_items(cuts, rows, config.cell_size, config.lead_runs, memo)
     if len(work.items) < config.min_items and config.lead_runs > 1:
-        work = build_items(cuts, rows, config.cell_size, 1)
+        work = build_items(cuts, rows, config.cell_size, 1, memo)
     if len(work.items) < config.min_items:
-        work = build_items(cuts.by_cell(), rows, config.cell_size, 1)
-    return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, cuts, table)
+        work = build_items(cuts.by_cell(), rows, config.cell_size, 1, memo)
+    return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, table)
 
 
 def _rows(
     config: PlanConfig, order: np.ndarray, q_lens: np.ndarray, cu: np.ndarray, seq_lens: np.ndarray
 ) -> tuple[Rows, np.ndarray, np.ndarray]:
     """The rows in the plan's order, with row_token and row_seq."""
-    start = cu[order]
-    if (q_lens == 1).all():
+    start = cu.take(order)
+    if q_lens.max(initial=1) == 1:  # none has less than one
         rows = Rows(q_lens, None, None, config.group_size, config.tile_rows)
         return rows, start.astype(np.int32), order.astype(np.int32)
     of = np.repeat(np.arange(len(order)), q_lens)
@@ -271,19 +272,21 @@ def _rows(
 def host_array(name: str, values: Tensor | np.ndarray, ndim: int) -> np.ndarray:
     """An int array on the host; ValueError naming it otherwise."""
     array = values.cpu().numpy() if isinstance(values, Tensor) else values
-    expect(isinstance(array, np.ndarray) and array.ndim == ndim, name, f"a tensor of {ndim} dimensions", values)
-    expect(array.dtype in (np.int32, np.int64), name, "int32 or int64", array.dtype)
+    if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype not in INDEX_DTYPES:
+        expect(isinstance(array, np.ndarray) and array.ndim == ndim, name, f"a tensor of {ndim} dimensions", values)
+        expect(array.dtype in INDEX_DTYPES, name, "int32 or int64", array.dtype)
     return array
 
 
 def check_lengths(config: PlanConfig, seq_lens: np.ndarray, cu: np.ndarray, num_seqs: int) -> np.ndarray:
     """Validates lengths; returns q_lens."""
-    expect(len(seq_lens) == num_seqs, "seq_lens", f"shape [{num_seqs}]", list(seq_lens.shape))
-    expect(len(cu) == num_seqs + 1, "cu_seqlens_q", f"shape [{num_seqs + 1}]", list(cu.shape))
-    expect(cu[0] == 0, "cu_seqlens_q", "a first entry of 0", int(cu[0]))
+    if len(seq_lens) != num_seqs or len(cu) != num_seqs + 1:
+        expect(len(seq_lens) == num_seqs, "seq_lens", f"shape [{num_seqs}]", list(seq_lens.shape))
+        expect(False, "cu_seqlens_q", f"shape [{num_seqs + 1}]", list(cu.shape))
+    expect(cu[0] == 0, "cu_seqlens_q", "a first entry of 0", cu[0])
     q_lens: np.ndarray = cu[1:] - cu[:-1]
-    expect(int(q_lens.min(initial=0)) >= 0, "cu_seqlens_q", "a non-decreasing sequence", cu)
-    expect(int(seq_lens.min(initial=0)) >= 0, "seq_lens", "values >= 0", seq_lens)
+    expect(q_lens.min(initial=0) >= 0, "cu_seqlens_q", "a non-decreasing sequence", cu)
+    expect(seq_lens.min(initial=0) >= 0, "seq_lens", "values >= 0", seq_lens)
     if config.causal and (q_lens > seq_lens).any():
         short = (q_lens > seq_lens) & (seq_lens > 0)
         expect(not short.any(), "seq_lens", "at least this call's tokens of each sequence", seq_lens)

@@ -1,4 +1,4 @@
-"""Which cells sequences have in common, and an order of sequences that puts sharers side by side.
+"""Which cells sequences have in common.
 
 Called by `plan.py` (from block tables) and `planner.py` (incrementally). Two sequences share a cell where both hold all
 of it and their blocks of it are the same ids; since a prefix cache gives one block to one prefix, the last block id of
@@ -31,12 +31,12 @@ class Extents:
     @staticmethod
     def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None) -> Extents:
         """seq_lens, q_lens [num_seqs] int64; a causal window. O(num_seqs)."""
-        busy = (seq_lens > 0) & (q_lens > 0)
-        if window is None and busy.all():
+        if window is None and np.minimum(seq_lens, q_lens).min(initial=1) > 0:
             full = (seq_lens - 1) // cell_size
             zero = np.zeros(full.shape, dtype=np.int64)
             low = full * cell_size + 1
             return Extents(zero, full + 1, zero, full, low, low + (cell_size - 1))
+        busy = (seq_lens > 0) & (q_lens > 0)
         # a cell counts as full once a later one exists, so a sequence changes its cells once a cell_size tokens
         full = np.where(busy, (seq_lens - 1) // cell_size, 0)
         last = np.where(busy, full + 1, 0)
@@ -55,12 +55,6 @@ class Extents:
         whole = np.minimum(np.where(lo > 0, first + 1, 0), last)
         return Extents(first, last, whole, np.maximum(full, whole), low, high)
 
-    def shareable(self, num_cells: int) -> np.ndarray:
-        """[num_seqs, num_cells] bool."""
-        cells = np.arange(num_cells)
-        result: np.ndarray = cells < self.full[:, None]
-        return result & (cells >= self.whole[:, None]) if self.whole.any() else result
-
     def holds(self, seq_lens: np.ndarray) -> bool:
         """Whether a plan made of these extents serves these lengths. O(num_seqs)."""
         return bool(((seq_lens >= self.low) & (seq_lens <= self.high)).all())
@@ -72,52 +66,33 @@ def cell_columns(num_cells: int, cell_size: int, block_size: int) -> tuple[np.nd
     return cells * cell_size // block_size, ((cells + 1) * cell_size - 1) // block_size
 
 
-def sort_sequences(keys: np.ndarray, shareable: np.ndarray, windowed: bool) -> np.ndarray:
-    """Order of sequences in which those with a common prefix stand together, [num_seqs] int64; ties by number.
-
-    keys: [num_seqs, num_cells] int32, last block id of each cell; where not shareable, anything (overwritten).
-    O(num_seqs * num_cells), and a sort of as many byte strings.
-    """
-    num_seqs, num_cells = keys.shape
-    keys = np.where(shareable, keys, -1)
-    if windowed:
-        _fill_before_windows(keys, shareable)
-    data, width = keys.astype(np.int32, copy=False).tobytes(), 4 * num_cells
-    rows = [data[i : i + width] for i in range(0, num_seqs * width, width)] if width else [b""] * num_seqs
-    return np.array(sorted(range(num_seqs), key=rows.__getitem__), dtype=np.int64)
-
-
-def _fill_before_windows(keys: np.ndarray, shareable: np.ndarray) -> None:
-    """Gives cells that fell out of a sequence's window the key of a sequence that still has them and agrees later.
-
-    For the order only: without it, sharers whose windows begin in different cells would not meet.
-    """
-    known = shareable.copy()
-    for c in range(keys.shape[1] - 2, -1, -1):
-        have = known[:, c] & known[:, c + 1]
-        want = known[:, c + 1] & ~known[:, c]
-        if not (have.any() and want.any()):
-            continue
-        following, at = np.unique(keys[have, c + 1], return_index=True)
-        place = np.minimum(np.searchsorted(following, keys[want, c + 1]), len(following) - 1)
-        found = following[place] == keys[want, c + 1]
-        rows = np.nonzero(want)[0][found]
-        keys[rows, c] = keys[have, c][at[place[found]]]
-        known[rows, c] = True
+def both_hold(whole: np.ndarray, full: np.ndarray, num_cells: int) -> np.ndarray:
+    """[num_seqs - 1, num_cells] bool: whether each sequence and the one before it can both share the cell."""
+    cells = np.arange(num_cells, dtype=np.int32)
+    result: np.ndarray = cells < np.minimum(full[1:], full[:-1]).astype(np.int32)[:, None]
+    if whole.any():
+        result &= cells >= np.maximum(whole[1:], whole[:-1])[:, None]
+    return result
 
 
 def same_as_before(
-    table: np.ndarray, order: np.ndarray, keys: np.ndarray, shareable: np.ndarray, cell_size: int, block_size: int
+    table: np.ndarray,
+    order: np.ndarray,
+    keys: np.ndarray,
+    whole: np.ndarray,
+    full: np.ndarray,
+    cell_size: int,
+    block_size: int,
 ) -> np.ndarray:
     """Whether each cell is the one of the sequence before it in `order`, compared block by block.
 
-    table: [num_seqs, columns] int32. Returns [num_seqs, num_cells] bool, row i about order[i]; row 0 is False.
-    O(num_seqs * columns of the cells whose last blocks agree).
+    table: [num_seqs, columns] int32; whole, full: [num_seqs], in `order`. Returns [num_seqs, num_cells] bool, row i
+    about order[i]; row 0 is False. O(num_seqs * columns of the cells whose last blocks agree).
     """
-    ordered, can = keys[order], shareable[order]
+    ordered = keys[order]
     same = np.zeros(keys.shape, dtype=bool)
     np.equal(ordered[1:], ordered[:-1], out=same[1:])
-    same[1:] &= can[1:] & can[:-1]
+    same[1:] &= both_hold(whole, full, keys.shape[1])
     used = same.any(0)
     if not used.any():
         return same
@@ -148,17 +123,17 @@ def _unlike_rows(table: np.ndarray, order: np.ndarray, same: np.ndarray, end: np
     rows = np.flatnonzero(same.any(1))
     num_cells = len(end)
     columns = end[num_cells - 1 - same[rows, num_cells - 1 :: -1].argmax(1)] + 1
-    widths = (columns * table.itemsize).tolist()
-    part = table[:, : int(columns.max())]
+    seqs = order.tolist()
     unlike = []
-    before, data_before = -1, b""
-    for row, width in zip(rows.tolist(), widths, strict=True):
-        if before != row - 1:
-            data_before = part[order[row - 1]].tobytes()
-        data = part[order[row]].tobytes()
-        if not data.startswith(data_before[:width]):
+    data, at, known = b"", -1, 0  # `data` begins with the first `known` block ids of sequence number `at` in order
+    for row, count in zip(rows.tolist(), columns.tolist(), strict=True):
+        if at != row - 1 or known < count:
+            data = table[seqs[row - 1], :count].tobytes()
+        if data.startswith(table[seqs[row], :count].data):
+            at, known = row, count
+        else:
             unlike.append(row)
-        before, data_before = row, data
+            at = -1
     return np.array(unlike, dtype=np.int64)
 
 

@@ -9,10 +9,41 @@ Arrays here are [num_runs, run_cells, num_seqs], sequences in the plan's order: 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
+
+from .plan_memo import Memo
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaterCells:
+    """Cells behind the first items of their runs, each an item of those that share it; every array [num_later].
+
+    Ascending by cell, then by sequence.
+    """
+
+    cells: np.ndarray
+    """int64; counted from the first run. seqs: their sequences."""
+    seqs: np.ndarray
+    joined: np.ndarray
+    """bool: the item is that of the sequence before it."""
+
+    @staticmethod
+    def of(runs: np.ndarray, same: np.ndarray, cut: np.ndarray, last: np.ndarray) -> LaterCells:
+        """Those of some runs (numbers, ascending); same [len(runs), run_cells, num_seqs], the others without cells."""
+        _, run_cells, num_seqs = same.shape
+        k = np.arange(run_cells, dtype=np.int16)[:, None]
+        part = (k > cut[:, None]) & (k <= last[:, None])
+        joined = same & part
+        joined[..., 1:] &= part[..., :-1]
+        at = part.ravel().nonzero()[0]
+        row = at // num_seqs
+        cells = (runs[:, None] * run_cells + np.arange(run_cells)).ravel().take(row)
+        return LaterCells(cells, at - row * num_seqs, joined.ravel().take(at))
+
+
+NONE_LATER = LaterCells(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,36 +55,25 @@ class Cuts:
     reads: np.ndarray
     """[num_runs, num_seqs] bool: the sequence reads some of the run."""
     first: np.ndarray
-    """[num_runs, num_seqs] int32: first k that the sequence reads; last: the last one. Meaningless in an unread run."""
+    """[num_runs, num_seqs] int16: first k that the sequence reads; last: the last one. Equal in an unread run."""
     last: np.ndarray
     cut: np.ndarray
-    """[num_runs, num_seqs] int32: the first item ends with this k."""
+    """[num_runs, num_seqs] int16: the first item ends with this k."""
     joined: np.ndarray
     """[num_runs, num_seqs] bool: the sequence's first item is that of the sequence before it."""
-    weight: np.ndarray
-    """[num_seqs] query rows of the sequence."""
-
-    def like(self, other: Cuts) -> np.ndarray:
-        """[num_runs] bool: runs that rest on the same as the other's of that number, so the decision is the same."""
-        result = np.zeros(len(self.reads), dtype=bool)
-        if not np.array_equal(self.weight, other.weight):
-            return result
-        n = min(len(self.reads), len(other.reads))
-        alike = (self.same[:n] == other.same[:n]).all((1, 2))
-        for mine, theirs in ((self.reads, other.reads), (self.first, other.first), (self.last, other.last)):
-            alike &= (mine[:n] == theirs[:n]).all(1)
-        result[:n] = alike
-        return result
+    later: LaterCells
 
     def by_cell(self) -> Cuts:
         """The finest cuts: every cell an item of its own, shared as before."""
-        return replace(self, cut=self.first, joined=pick(self.same, self.first))
+        all_runs = np.arange(len(self.same))
+        later = LaterCells.of(all_runs, self.same, self.first, self.last)
+        return replace(self, cut=self.first, joined=pick(self.same, self.first), later=later)
 
 
 def pick(values: np.ndarray, k: np.ndarray) -> np.ndarray:
     """values[r, k[r, i], i] for every r and i: [runs, k, num_seqs] -> [runs, num_seqs]."""
     runs, size, num_seqs = values.shape
-    at = k * num_seqs
+    at = k.astype(np.int64) * num_seqs
     at += np.arange(num_seqs)
     if runs > 1:
         at += np.arange(0, runs * size * num_seqs, size * num_seqs)[:, None]
@@ -75,7 +95,7 @@ def choose_cuts(
     weight: np.ndarray,
     run_cells: int,
     partial_cost: float,
-    before: Cuts | None = None,
+    memo: Memo,
 ) -> Cuts:
     """Cuts every run of every sequence.
 
@@ -84,113 +104,138 @@ def choose_cuts(
         first, last: [num_seqs] cells that the sequence reads.
         weight: [num_seqs] query rows (tokens) of the sequence.
         partial_cost: what one partial result of one query token costs, in cells of KV.
-        before: of an earlier plan of the same costs; runs in which nothing has changed keep its decisions.
+        memo: of plans of the same costs.
 
     O(num_runs * run_cells * num_seqs) bytes looked at, arithmetic only where sharing changes within a run.
     """
     num_cells, num_seqs = same.shape
-    num_runs = num_cells // run_cells
     start = np.arange(0, num_cells, run_cells, dtype=np.int32)[:, None]
     end = last.astype(np.int32) - start
     reads = end > 0
-    k_last = np.minimum(np.maximum(end - 1, 0), run_cells - 1)
+    k_last = np.minimum(np.maximum(end - 1, 0), run_cells - 1).astype(np.int16)
     if first.any():
         begin = first.astype(np.int32) - start
-        k_first = np.minimum(np.maximum(begin, 0), run_cells - 1)
+        k_first = np.minimum(np.maximum(begin, 0), k_last).astype(np.int16)
         reads &= begin < run_cells
     else:
-        k_first = np.zeros(k_last.shape, dtype=np.int32)
-    same = same.reshape(num_runs, run_cells, num_seqs)
-    joined = same[:, 0].copy()
-    cut = k_last
-    mixed = np.flatnonzero((same[:, 1:] != same[:, :-1]).any((1, 2)))
-    cuts = Cuts(same, reads, k_first, k_last, cut, joined, weight)
-    if not len(mixed):
-        return cuts
-    cut = k_last.copy()
-    if before is not None:
-        alike = cuts.like(before)[mixed]
-        if alike.any():
-            kept, mixed = mixed[alike], mixed[~alike]
-            cut[kept], joined[kept] = before.cut[kept], before.joined[kept]
+        k_first = np.zeros(k_last.shape, dtype=np.int16)
+    same = same.reshape(-1, run_cells, num_seqs)
+    cut, joined, later = k_last, same[:, 0], NONE_LATER
+    mixed, level, shared = memo.keep("changes", (same,), lambda: _changes(same))
     if len(mixed):
-        chain = _chain(same[mixed], k_first[mixed], k_last[mixed], reads[mixed])
-        cut[mixed] = part = _cut_mixed(
-            same[mixed], chain, k_first[mixed], k_last[mixed], reads[mixed], weight, partial_cost
-        )
-        joined[mixed] = pick(chain, part)
-    joined[:, 1:] &= cut[:, 1:] == cut[:, :-1]
-    joined &= reads
-    joined[:, 1:] &= reads[:, :-1]
-    return replace(cuts, cut=cut)
+        basis = mixed, shared, level, reads[mixed], k_first[mixed], k_last[mixed], weight
+
+        def decide() -> tuple[np.ndarray, np.ndarray, LaterCells]:
+            cut, joined = _decide(*basis[1:], partial_cost, memo)
+            return cut, joined, LaterCells.of(mixed, same[mixed], cut, basis[5])
+
+        cut, joined = cut.copy(), joined.copy()
+        cut[mixed], joined[mixed], later = memo.keep("cuts", basis, decide)
+    return Cuts(same, reads, k_first, k_last, cut, joined, later)
 
 
-def _chain(same: np.ndarray, k_first: np.ndarray, k_last: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """Whether all cells of the run up to k are those of the sequence before, or read by neither."""
-    k = np.arange(same.shape[1], dtype=np.int32)[:, None]
-    valid = (k <= k_last[:, None]) & reads[:, None]
-    if k_first.any():
-        valid &= k >= k_first[:, None]
-    alike = same.copy()
-    alike[..., 1:] |= ~(valid[..., 1:] | valid[..., :-1])
-    for earlier, this in itertools.pairwise(alike.swapaxes(0, 1)):
-        this &= earlier
-    return alike
+def _changes(same: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs in which sharing changes; levels, of all of them; and `same` there [levels, runs, num_seqs].
+
+    A level is a cell of a run after which sharing changes, as a cut pays off nowhere else, or its last.
+    """
+    changes = (same[:, 1:] != same[:, :-1]).any(2)
+    mixed = changes.any(1).nonzero()[0]
+    level = np.array([*changes.any(0).nonzero()[0].tolist(), same.shape[1] - 1], dtype=np.int16)
+    return mixed, level, same[mixed, level[:, None]]
 
 
-def _cut_mixed(
-    same: np.ndarray,
-    chain: np.ndarray,
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The nodes of some runs, level by level, runs one after the other as if they were one of more sequences (columns).
+
+    A node is a stretch of sequences with the same cells up to a level; its children are the stretches of the next level
+    that it falls into.
+    """
+
+    chain: np.ndarray
+    """[levels * columns] bool: in one node with the sequence before."""
+    at: np.ndarray
+    """[num_nodes]: level * columns + first column. size: how many columns."""
+    size: np.ndarray
+    bounds: list[int]
+    """[levels + 1]: nodes of level a are [bounds[a], bounds[a + 1])."""
+    child: np.ndarray
+    """[nodes of all levels but the last]: the first child."""
+
+    @staticmethod
+    def of(shared: np.ndarray, valid: np.ndarray | None) -> _Tree:
+        """shared, valid: [levels, runs, num_seqs] bool; where neither of two reads a level's cells, they don't part."""
+        levels, columns = len(shared), shared[0].size
+        chain = shared.copy()
+        if valid is not None:
+            chain[..., 1:] |= ~(valid[..., 1:] | valid[..., :-1])
+        for a in range(1, levels):
+            chain[a] &= chain[a - 1]
+        chain = chain.ravel()
+        at = (~chain).nonzero()[0]
+        rank = (~chain).cumsum()
+        bounds = [0, *rank[columns - 1 :: columns].tolist()]
+        child = rank.take(at[: bounds[-2]] + columns) - 1
+        return _Tree(chain, at, lengths_of(at, chain.size), bounds, child)
+
+
+def _decide(
+    shared: np.ndarray,
+    level: np.ndarray,
+    reads: np.ndarray,
     k_first: np.ndarray,
     k_last: np.ndarray,
-    reads: np.ndarray,
     weight: np.ndarray,
     partial_cost: float,
-) -> np.ndarray:
-    """The cut [runs, num_seqs] of runs in which sharing changes."""
-    runs, run_cells, num_seqs = same.shape
-    # a cut pays off only where sharing changes: chains end, or (behind a window's first cell) sharing begins
-    apart = same > chain
-    changes = ((chain[:, 1:] != chain[:, :-1]) | (apart[:, 1:] != apart[:, :-1])).any((0, 2))
-    level = np.array([*np.flatnonzero(changes).tolist(), run_cells - 1], dtype=np.int32)
-    begin = np.array([0, *(level[:-1] + 1).tolist()], dtype=np.int32)
-    # from here on [runs, levels, num_seqs]: a level stands for the cells after the level before it
-    rows = weight.astype(np.float32)
-    column = k_first[:, None], k_last[:, None]
-    count = np.minimum(column[1], level[:, None]) - np.maximum(column[0], begin[:, None]) + 1
-    np.maximum(count, 0, out=count)
-    count *= reads[:, None]
-    count = count.astype(np.float32)
-    joint = rows / _group_sums(rows, ~chain[:, level])
-    reading = count * (rows / _group_sums(rows, ~same[:, begin]))  # a cell read by a group once, shared out by rows
-    count *= partial_cost * rows
-    reading += count
-    cost = (level[:, None] + 1 - column[0]) * joint
-    behind = np.zeros((runs, num_seqs), dtype=np.float32)
-    for at in range(len(level) - 2, -1, -1):
-        behind += reading[:, at + 1]
-        cost[:, at] += behind
-    own = np.searchsorted(level, k_last)
-    best = (k_last + 1 - k_first) * pick(joint, own)
-    cut = k_last.copy()
-    for at in range(len(level) - 2, -1, -1):
-        k = level[at]
-        starts = np.flatnonzero(~chain[:, k])
-        here = cost[:, at]
-        wins = np.add.reduceat(here.ravel(), starts) <= np.add.reduceat(best.ravel(), starts)
-        take = np.repeat(wins, lengths_of(starts, runs * num_seqs)).reshape(runs, num_seqs)
-        take &= (k <= k_last) & (k >= k_first)
-        np.copyto(best, here, where=take)
-        np.copyto(cut, k, where=take)
-    return cut
+    memo: Memo,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(cut, joined) [runs, num_seqs] of runs in which sharing changes.
+
+    level: [levels] int16, ascending; each stands for the cells behind the level before it, up to its own, in which
+    nothing changes. shared: [levels, runs, num_seqs] bool, `same` of those cells.
+    """
+    levels, runs, num_seqs = shared.shape
+    columns = runs * num_seqs
+    depth = np.minimum((level + 1)[:, None, None], k_last + 1)  # cells read, down to a level
+    valid = None
+    if k_first.any():
+        depth = np.maximum(depth - k_first, 0)
+        valid = (np.diff(depth, axis=0, prepend=0) > 0) & reads
+    tree = memo.keep("tree", (shared, valid), lambda: _Tree.of(shared, valid))
+    # cells below a level: reading, shared out among those who share it, and partial results
+    below = (depth[1:] - depth[:-1]) * memo.keep(
+        "costs", (shared, weight), lambda: _costs(shared, weight, partial_cost)
+    )
+    for a in range(levels - 3, -1, -1):
+        below[a] += below[a + 1]
+    cost = depth.ravel().take(tree.at).astype(np.float32)
+    if valid is not None:
+        cost[cost == 0] = np.inf
+    inner = tree.bounds[-2]
+    cost[:inner] += np.add.reduceat(below.ravel(), tree.at[:inner])
+    wins = np.ones(len(cost), dtype=bool)
+    for a in range(levels - 2, -1, -1):
+        at = slice(tree.bounds[a], tree.bounds[a + 1])
+        apart = np.add.reduceat(cost[: tree.bounds[a + 2]], tree.child[at])
+        np.less_equal(cost[at], apart, out=wins[at])
+        np.minimum(cost[at], apart, out=cost[at])
+    # the cut is the first level that wins
+    won = wins.repeat(tree.size).reshape(levels, columns).argmax(0)
+    cut = np.minimum(level.take(won).reshape(runs, num_seqs), k_last)
+    joined = tree.chain.take(won * columns + np.arange(columns)).reshape(runs, num_seqs)
+    joined[:, 1:] &= (cut[:, 1:] == cut[:, :-1]) & reads[:, 1:] & reads[:, :-1]
+    return cut, joined
 
 
-def _group_sums(rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Rows of the interval that each entry is in; starts[..., 0] is True. Shaped as starts."""
-    at = np.flatnonzero(starts)
-    lengths = lengths_of(at, starts.size)
-    if rows.max() == 1:
-        sums = lengths.astype(np.float32)
-    else:
-        sums = np.add.reduceat(np.broadcast_to(rows, starts.shape).ravel(), at)
-    return np.repeat(sums, lengths).reshape(starts.shape)
+def _costs(shared: np.ndarray, weight: np.ndarray, partial_cost: float) -> np.ndarray:
+    """[levels - 1, runs, num_seqs] float32: what a cell of a level but the first costs a sequence, in cells."""
+    shared = shared[1:]
+    starts = (~shared).ravel().nonzero()[0]
+    lengths = lengths_of(starts, shared.size)
+    if weight.max() == 1:
+        each = np.float32(partial_cost) + np.float32(1) / lengths.astype(np.float32)
+        return each.repeat(lengths).reshape(shared.shape)
+    rows = np.broadcast_to(weight.astype(np.float32), shared.shape)
+    sums = np.add.reduceat(rows.ravel(), starts)
+    return rows * (np.float32(partial_cost) + (1 / sums).repeat(lengths).reshape(shared.shape))

@@ -6,12 +6,12 @@ the query heads of a KV head too: flat row = row * group_size + head.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from .plan_cuts import Cuts, lengths_of
+from .plan_memo import Memo
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class WorkList:
     """[num_seqs] bool: some item has rows of this sequence and of another; in the plan's order of sequences."""
 
 
-def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkList:
+def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int, memo: Memo) -> WorkList:
     """The work list of these cuts: first items run by run, then later cells, cell by cell.
 
     lead_runs: how many whole runs, from the first, one item may fold where the same rows read them.
@@ -55,89 +55,86 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int) -> WorkL
     """
     num_runs, run_cells, num_seqs = cuts.same.shape
     start = np.arange(0, num_runs * run_cells, run_cells, dtype=np.int32)[:, None]
-    begins, end = cuts.reads, start + cuts.cut + 1
-    merged = _merged_runs(cuts, lead_runs)
-    if merged is not None:
-        begins = begins.copy()
-        begins[1:] &= ~merged
-        end[0] = end.ravel().take(merged.sum(0) * num_seqs + np.arange(num_seqs))
-    # in each list the rows of an item follow one another
-    flat = np.flatnonzero(begins)
-    heads = [np.flatnonzero(~cuts.joined.ravel()[flat])]
-    at = flat[heads[0]]
-    seq, cell = [flat % num_seqs], [(start + cuts.first).ravel()[flat]]
-    last = [end.ravel()[at]]
-    follows = [seq[0][cuts.joined.ravel()[flat]]]
-    more = np.flatnonzero((cuts.cut < cuts.last).any(1))
-    if len(more):
-        k = np.arange(run_cells, dtype=np.int32)[:, None]
-        part = (k > cuts.cut[more, None]) & (k <= cuts.last[more, None]) & cuts.reads[more, None]
-        goes_on = cuts.same[more] & part
-        goes_on[..., 1:] &= part[..., :-1]
-        flat = np.flatnonzero(part)
-        on = goes_on.ravel()[flat]
-        heads.append(np.flatnonzero(~on) + len(seq[0]))
-        cell.append(flat // num_seqs)
-        seq.append(flat - cell[1] * num_seqs)
-        if len(more) < num_runs:
-            cell[1] = start[more, 0][cell[1] // run_cells] + cell[1] % run_cells
-        last.append(cell[1][~on] + 1)
-        follows.append(seq[1][on])
-    shared = np.zeros(num_seqs, dtype=bool)
-    for behind in follows:
-        shared[behind] = True
-        shared[behind - 1] = True
-
-    seqs, cells, starts = (np.concatenate(x) if len(x) > 1 else x[0] for x in (seq, cell, heads))
-    last_cell = np.concatenate(last) if len(last) > 1 else last[0]
-    count = lengths_of(starts, len(seqs)) if len(starts) else starts
-    first_seq, first_cell = seqs[starts], cells[starts]
-    if rows.lo is not None or rows.hi is not None:
-        return _tile_tokens(rows, first_seq, count, first_cell, last_cell, cell_size, shared)
-
-    group = rows.group_size
-    columns = [first_seq * group, count * group, first_cell, last_cell, starts * group]
-    groups = np.arange(len(count))
-    if len(count) and int(count.max()) * group > rows.tile_rows:
-        columns, groups = _tiled(columns, rows.tile_rows // group * group or rows.tile_rows)
-    order = _by_row(seqs, cells, num_seqs, num_runs * run_cells)
-    base = np.zeros(num_seqs + 1, dtype=np.int32)
-    np.cumsum(np.bincount(seqs, minlength=num_seqs), out=base[1:])
-    return WorkList(
-        _table(columns),
-        base,
-        (order * group).astype(np.int32),
-        cells[order].astype(np.int32),
-        len(seqs) * group,
-        groups,
-        shared,
-    )
-
-
-def _by_row(rows: np.ndarray, cells: np.ndarray, num_rows: int, num_cells: int) -> np.ndarray:
-    """The order of (row, cell) pairs; small keys sort in linear time."""
-    dtype = np.uint16 if num_rows * num_cells <= 1 << 16 else np.int64
-    return np.argsort((rows * num_cells + cells).astype(dtype), kind="stable")
-
-
-def _merged_runs(cuts: Cuts, lead_runs: int) -> np.ndarray | None:
-    """[num_runs - 1, num_seqs] bool: run r + 1 is folded into the item that began with run 0; None where none is."""
-    num_runs, _, num_seqs = cuts.same.shape
+    begins, end = cuts.reads, start + (cuts.cut + 1)
     # where windows begin in different runs, a run may come first for some of an item's rows only
-    if lead_runs == 1 or num_runs == 1 or cuts.first.any():
-        return None
-    alone = ~cuts.joined
-    at = np.flatnonzero(alone)
-    lengths = lengths_of(at, alone.size)
-    whole = np.repeat(np.logical_and.reduceat((cuts.cut == cuts.last).ravel(), at), lengths).reshape(alone.shape)
-    first = np.repeat(at, lengths).reshape(alone.shape) % num_seqs
-    last = first + np.repeat(lengths, lengths).reshape(alone.shape)
-    like = (first[1:] == first[:-1]) & (last[1:] == last[:-1])
-    like &= whole[1:] & whole[:-1] & cuts.reads[1:] & cuts.reads[:-1]
-    for earlier, this in itertools.pairwise(like):
-        this &= earlier
-    like[lead_runs - 1 :] = False
-    return like
+    num_lead = 1 if cuts.first.any() else min(lead_runs, num_runs)
+    if num_lead > 1:
+        basis = tuple(x[:num_lead] for x in (cuts.joined, cuts.cut, cuts.last, cuts.reads))
+        folded = memo.keep("folded runs", basis, lambda: _folded_runs(*basis))
+        begins = begins.copy()
+        begins[1:num_lead] &= np.arange(1, num_lead)[:, None] > folded
+        end[0] = end.ravel().take(folded * num_seqs + np.arange(num_seqs))
+    if rows.lo is not None or rows.hi is not None:
+        return _tile_tokens(rows, Partials.of(cuts, begins), end, cell_size)
+    begin_with = begins, cuts.first, cuts.joined, cuts.later
+    work, begin = memo.keep("work", begin_with, lambda: _lay_out(Partials.of(cuts, begins), rows))
+    items = work.items.copy()
+    items[: len(begin), 3] = end.ravel().take(begin)
+    return WorkList(items, work.row_base, work.row_slots, work.slot_cells, work.num_slots, work.groups, work.shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Where partial results begin, those of an item one after the other: first items run by run, then later cells."""
+
+    seqs: np.ndarray
+    """[num_partials] int64; in the plan's order. cells: their first cells."""
+    cells: np.ndarray
+    starts: np.ndarray
+    """[num_items] int64: each item's first partial; count: how many sequences it has."""
+    count: np.ndarray
+    begin: np.ndarray
+    """[num_first_items] int64: run * num_seqs + sequence of the first of each; they come before other items."""
+    shared: np.ndarray
+    """As in `WorkList`."""
+
+    @staticmethod
+    def of(cuts: Cuts, begins: np.ndarray) -> Partials:
+        """begins: [num_runs, num_seqs] bool: the sequence has a first item in this run, so no earlier one folds it."""
+        _, run_cells, num_seqs = cuts.same.shape
+        begin = begins.ravel().nonzero()[0]
+        run = begin // num_seqs
+        later = cuts.later
+        cells = np.concatenate((run * run_cells + cuts.first.ravel().take(begin), later.cells))
+        seqs = np.concatenate((begin - run * num_seqs, later.seqs))
+        joined = np.concatenate((cuts.joined.ravel().take(begin), later.joined))
+        shared = np.zeros(num_seqs, dtype=bool)
+        behind = seqs.compress(joined)
+        shared[behind] = shared[behind - 1] = True
+        heads = ~joined
+        starts = heads.nonzero()[0]
+        count = lengths_of(starts, len(seqs)) if len(seqs) else starts
+        return Partials(seqs, cells, starts, count, begin.compress(heads[: len(begin)]), shared)
+
+
+def _lay_out(partials: Partials, rows: Rows) -> tuple[WorkList, np.ndarray]:
+    """The work list of sequences of one row each, first items as if of one cell, and their `Partials.begin`."""
+    group, num_seqs = rows.group_size, len(rows.weight)
+    seqs, cells, starts, begin = partials.seqs, partials.cells, partials.starts, partials.begin
+    first_cell = cells.take(starts)
+    columns = [seqs.take(starts) * group, partials.count * group, first_cell, first_cell + 1, starts * group]
+    groups = np.arange(len(starts))
+    if len(starts) and int(partials.count.max()) * group > rows.tile_rows:
+        columns, groups = _tiled(columns, rows.tile_rows // group * group or rows.tile_rows)
+        begin = begin[groups[groups < len(begin)]]
+    order = _by_row(seqs, cells, num_seqs, int(cells.max(initial=0)) + 1)
+    base = np.zeros(num_seqs + 1, dtype=np.int32)
+    np.bincount(seqs, minlength=num_seqs).cumsum(out=base[1:])
+    slots = (order * group).astype(np.int32)
+    slot_cells = cells.take(order).astype(np.int32)
+    return WorkList(_table(columns), base, slots, slot_cells, len(seqs) * group, groups, partials.shared), begin
+
+
+def _folded_runs(joined: np.ndarray, cut: np.ndarray, last: np.ndarray, reads: np.ndarray) -> np.ndarray:
+    """[num_seqs]: how many runs the item that begins with run 0 folds besides it; in each the same rows share all."""
+    whole = cut == last
+    like = (joined[1:] == joined[0]) & whole[1:] & whole[0] & reads[1:]
+    like[:, :-1] &= joined[1:, 1:] <= joined[0, 1:]
+    heads = (~joined[0]).nonzero()[0]
+    like = np.logical_and.reduceat(like, heads, axis=1)
+    for run in range(1, len(like)):
+        like[run] &= like[run - 1]
+    return like.sum(0).repeat(lengths_of(heads, len(whole[0])))
 
 
 def _table(columns: list[np.ndarray]) -> np.ndarray:
@@ -145,6 +142,12 @@ def _table(columns: list[np.ndarray]) -> np.ndarray:
     for i, column in enumerate(columns):
         items[:, i] = column
     return items
+
+
+def _by_row(rows: np.ndarray, cells: np.ndarray, num_rows: int, num_cells: int) -> np.ndarray:
+    """The order of (row, cell) pairs; small keys sort in linear time."""
+    dtype = np.uint16 if num_rows * num_cells <= 1 << 16 else np.int64
+    return (rows * num_cells + cells).astype(dtype).argsort(kind="stable")
 
 
 def _tiled(columns: list[np.ndarray], tile_rows: int) -> tuple[list[np.ndarray], np.ndarray]:
@@ -157,21 +160,16 @@ def _tiled(columns: list[np.ndarray], tile_rows: int) -> tuple[list[np.ndarray],
     return [row0[of] + offset, rows, first_cell[of], last_cell[of], slot[of] + offset], of
 
 
-def _tile_tokens(
-    rows: Rows,
-    first_seq: np.ndarray,
-    count: np.ndarray,
-    first_cell: np.ndarray,
-    last_cell: np.ndarray,
-    cell_size: int,
-    shared: np.ndarray,
-) -> WorkList:
-    """As `build_items`, with sequences of several rows: each tile keeps to the cells that its rows see."""
+def _tile_tokens(rows: Rows, partials: Partials, end: np.ndarray, cell_size: int) -> WorkList:
+    """The work list of sequences of several rows: each tile keeps to the cells that its rows see."""
     assert rows.lo is not None and rows.hi is not None
     group = rows.group_size
     bounds = np.concatenate(([0], np.cumsum(rows.weight)))
     num_rows = int(bounds[-1])
-    row0, row1 = bounds[first_seq], bounds[first_seq + count]
+    first_seq, first_cell = partials.seqs[partials.starts], partials.cells[partials.starts]
+    last_cell = first_cell + 1
+    last_cell[: len(partials.begin)] = end.ravel()[partials.begin]
+    row0, row1 = bounds[first_seq], bounds[first_seq + partials.count]
     nothing = np.zeros_like(row0)
     token_tile = max(1, rows.tile_rows // group)
     columns, groups = _tiled([row0, row1 - row0, first_cell, last_cell, nothing], token_tile)
@@ -207,5 +205,5 @@ def _tile_tokens(
         first_cell[of[order]].astype(np.int32),
         len(of) * group,
         groups,
-        shared,
+        partials.shared,
     )

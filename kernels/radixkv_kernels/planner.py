@@ -13,8 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from .plan import PlanConfig, TreePlan, assemble, check_lengths, host_array
-from .plan_cells import Extents, cell_columns, sort_sequences
-from .plan_cuts import Cuts
+from .plan_cells import Extents, both_hold, cell_columns
+from .plan_memo import Memo
+from .plan_order import KeptOrder, sort_sequences
 from .validate import expect
 
 
@@ -37,13 +38,15 @@ class TreePlanner:
         self._keys = np.zeros((0, 0), dtype=np.int32)
         self._numbers = np.zeros((0, 0), dtype=np.int32)
         self._num_cells = np.zeros(0, dtype=np.int64)
+        self._columns = np.zeros((2, 0), dtype=np.int64)
         self._number_of: dict[bytes, int] = {}
         self._uses: list[int] = []
         self._content: list[bytes] = []
         self._unused: list[int] = []
         self._num_shared = 0
+        self._order = KeptOrder()
         self._last: TreePlan | None = None
-        self._cuts: Cuts | None = None
+        self._memo = Memo()
         self._last_sequences: list[Hashable] = []
         self._last_rows = np.zeros(0, dtype=np.int64)
 
@@ -120,72 +123,85 @@ class TreePlanner:
         last = self._last
         known = last is not None and self._last_sequences == sequences
         if not known:
+            self._last_rows = np.fromiter(map(self._row_of.__getitem__, sequences), np.int64, len(sequences))
             self._last_sequences = list(sequences)
-            self._last_rows = np.array([self._row_of[s] for s in sequences], dtype=np.int64)
         rows = self._last_rows
-        fits = len(lens) == len(rows) and (lens <= self._num_blocks[rows] * self.config.block_size).all()
+        fits = len(lens) == len(rows) and (lens <= self._num_blocks.take(rows) * self.config.block_size).all()
         expect(bool(fits), "seq_lens", "a length a sequence, no longer than its blocks", seq_lens)
         if last is not None and known and np.array_equal(cu, last.cu_seqlens_q) and last.extents.holds(lens):
             return last
         cu = cu.astype(np.int64)
         q_lens = check_lengths(self.config, lens, cu, len(rows))
         extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window)
-        active = np.flatnonzero(q_lens)
-        shareable = extents.shareable(int(extents.full.max(initial=0)))
+        active = q_lens.nonzero()[0]
+        some, whole, full = rows, extents.whole, extents.full
         if len(active) < len(rows):
-            shareable = shareable[active]
-        num_cells = shareable.shape[1]
-        some = rows[active]
-        keys = self._keys[:, :num_cells].take(some, axis=0)
-        order = sort_sequences(keys, shareable, self.config.window is not None)
-        numbers, can = self._numbers[:, :num_cells].take(some[order], axis=0), shareable.take(order, axis=0)
-        same = np.zeros(shareable.shape, dtype=bool)
-        same[1:] = (numbers[1:] == numbers[:-1]) & can[1:] & can[:-1]
+            some, whole, full = rows[active], whole[active], full[active]
+        num_cells = int(full.max(initial=0))
+        if whole.any():
+            order = sort_sequences(self._keys[:, :num_cells].take(some, axis=0), whole, full)
+        else:
+            order = self._order.sort(some, self._keys, full)
+        numbers = self._numbers[:, :num_cells].take(some.take(order), axis=0)
+        same = np.zeros(numbers.shape, dtype=bool)
+        np.equal(numbers[1:], numbers[:-1], out=same[1:])
+        same[1:] &= both_hold(whole.take(order), full.take(order), num_cells)
         self._last = assemble(
-            self.config, active[order], same, extents, lens, cu, lambda: self._table[rows], self._cuts
+            self.config, active[order], same, extents, lens, cu, lambda: self._table[rows], self._memo
         )
-        self._cuts = self._last.cuts
         return self._last
 
     def _number_cells(self, row: int) -> None:
         """Numbers the cells of a row whose blocks are there and that have no number yet."""
-        config = self.config
+        config, uses = self.config, self._uses
         done, known = int(self._num_cells[row]), int(self._num_blocks[row]) * config.block_size // config.cell_size
-        begin, end = cell_columns(known, config.cell_size, config.block_size)
+        if done == known:
+            return
+        begin, end = self._columns[:, done:known]
         blocks = self._table[row]
-        for cell in range(done, known):
-            content = blocks[begin[cell] : end[cell] + 1].tobytes()
+        data = blocks[begin[0] : end[-1] + 1].tobytes()
+        start = blocks.itemsize * (begin - begin[0])
+        stop = blocks.itemsize * (end - begin[0] + 1)
+        numbers = []
+        for i, j in zip(start.tolist(), stop.tolist(), strict=True):
+            content = data[i:j]
             number = self._number_of.get(content)
             if number is None:
                 if self._unused:
                     number = self._unused.pop()
                     self._content[number] = content
                 else:
-                    number = len(self._uses)
-                    self._uses.append(0)
+                    number = len(uses)
+                    uses.append(0)
                     self._content.append(content)
                 self._number_of[content] = number
-            self._uses[number] += 1
-            self._num_shared += self._uses[number] == 2
-            self._numbers[row, cell] = number
-        self._keys[row, done:known] = blocks[end[done:known]]
+            uses[number] += 1
+            if uses[number] == 2:
+                self._num_shared += 1
+            numbers.append(number)
+        self._numbers[row, done:known] = numbers
+        self._keys[row, done:known] = blocks.take(end)
         self._num_cells[row] = known
 
     def _forget_cells(self, row: int, first: int) -> None:
         """Takes their numbers from the row's cells [first, all)."""
+        uses = self._uses
         for number in self._numbers[row, first : int(self._num_cells[row])].tolist():
-            self._uses[number] -= 1
-            self._num_shared -= self._uses[number] == 1
-            if self._uses[number] == 0:
+            uses[number] -= 1
+            if uses[number] == 1:
+                self._num_shared -= 1
+            elif uses[number] == 0:
                 del self._number_of[self._content[number]]
                 self._content[number] = b""
                 self._unused.append(number)
         self._num_cells[row] = min(first, int(self._num_cells[row]))
+        self._order.forget(row)
 
     def _grow(self, num_rows: int, columns: int) -> None:
         """Makes room; never less."""
         old = len(self._table)
         cells = columns * self.config.block_size // self.config.cell_size
+        self._columns = np.array(cell_columns(cells, self.config.cell_size, self.config.block_size))
         for name, width in (("_table", columns), ("_keys", cells), ("_numbers", cells)):
             before = getattr(self, name)
             grown = np.zeros((num_rows, width), dtype=np.int32)
@@ -194,3 +210,4 @@ class TreePlanner:
         for name in ("_num_blocks", "_num_cells"):
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(num_rows - old, dtype=np.int64))))
         self._free[:0] = range(num_rows - 1, old - 1, -1)
+        self._order.grow(num_rows)

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from experiments import tree_attention, tree_bytes, tree_serving, tree_shapes
+from experiments import plan_time, tree_attention, tree_bytes, tree_serving, tree_shapes
 
 
 def test_times(tmp_path, capsys):
@@ -30,6 +30,8 @@ def test_bytes(tmp_path, capsys):
     own = 741 - 640 + np.arange(1, 65)
     read = found["trace"]["read_bytes"] / (4 * 8 * 128)
     assert 640 + 12 * own.min() <= read / found["trace"]["num_batches"] <= 640 + 12 * own.max()
+    assert all(row["unique_bytes"] <= row["floor_bytes"] <= row["read_bytes"] for row in rows)
+    assert found["trace"]["floor_bytes"] == found["trace"]["read_bytes"]
     assert (tmp_path / "tree_bytes.png").stat().st_size > 1000
     assert "times the unique KV" in " ".join(capsys.readouterr().out.split())
 
@@ -56,3 +58,24 @@ def test_an_engine_decodes_the_same_tokens(tmp_path):
     rows = json.loads((tmp_path / "tree_serving.json").read_text())["rows"]
     planned = {(row["prefix"], row["mode"]): row["planned_steps"] for row in rows}
     assert planned[512, "on"] > 0 and planned[512, "off"] == planned[0, "on"] == 0
+
+
+def test_planning_is_timed(tmp_path, capsys):
+    plan_time.main(["--smoke", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "plan_time.json").read_text())["rows"]
+    assert {row["step"] for row in rows} >= {"from scratch", "no border", "crossing, 1", "admission", "removal", "copy"}
+    assert all(0 < row["min_us"] <= row["median_us"] for row in rows)
+    assert (tmp_path / "plan_time.png").stat().st_size > 1000
+    assert "Planning 32 sequences" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("kind", ["unshared", "prompts", "agents", "parting"])
+def test_timed_steps_are_what_they_are_called(kind):
+    config = plan_time.Config(num_seqs=24, crossing=(1, 24))
+    steps = plan_time.Steps(config, plan_time.make_batch(config, kind, 4096, 16), 16)
+    before = steps.plan()
+    assert before.shares == (kind != "unshared") and steps.plan() is before
+    for name, step in steps.all().items():
+        step()
+        after = steps.plan()
+        assert after.work.items.tolist() == before.work.items.tolist(), name

@@ -118,6 +118,16 @@ def test_many_sharers_are_tiled_but_counted_once():
     assert (got.work.items[:, 1] <= 64).all()
 
 
+def test_a_batch_of_thousands_with_windows_cut_by_cell():
+    """Numbers of cells are small integers, which must not wrap when multiplied by sequences."""
+    batch = two_prompts(1400, 40, 2300)
+    stats = plan(**batch, window=460, cell_size=64, min_items=10**9).stats
+    assert stats.num_logical_kv_tokens == 2300 * 460
+    assert stats.num_unique_kv_tokens == 420 + 2300 * 40
+    # cells 16 to 20 are shared; the window begins in cell 15, at 980, and they part in cell 21, which begins at 1344
+    assert stats.num_kv_tokens_read == 2300 * (1024 - 980 + 1440 - 1344) + 1344 - 1024
+
+
 def test_more_items_for_a_device_to_fill():
     batch = two_prompts(4000, 50)
     few, many = plan(**batch), plan(**batch, min_items=16)

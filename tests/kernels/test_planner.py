@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from radixkv_kernels import PlanConfig, TreePlan, TreePlanner
+from radixkv_kernels import PlanConfig, TreePlan, TreePlanner, plan_cuts
 
 OPTIONS = ("block_size", "num_q_heads", "num_kv_heads", "cell_size", "causal", "window", "tile_rows", "lead_runs")
 
@@ -83,6 +83,69 @@ def test_equals_the_plan_from_scratch_after_any_operations(seed):
     for name in list(live):
         planner.remove(name)
     assert not planner._number_of and len(planner._unused) == len(planner._uses), "no cell is remembered for nobody"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_the_plan_from_scratch_where_many_decode(seed):
+    """Steps in which a few or all of 80 sequences cross a border, some come back as they were, some go."""
+    rng = random.Random(seed)
+    config = PlanConfig(16, 8, 2, cell_size=rng.choice([128, 256]))
+    planner, fresh = TreePlanner(config), iter(range(10**9))
+    prompts = [[next(fresh) for _ in range(rng.randint(0, 250))] for _ in range(4)]
+    live: dict[int, list[int]] = {}
+    used: dict[int, int] = {}
+
+    def add(name: int) -> None:
+        prompt = rng.choice(prompts)
+        live[name] = prompt[: rng.choice([len(prompt), rng.randint(0, len(prompt))])] + [next(fresh) for _ in range(60)]
+        used[name] = 16 * (len(live[name]) - 60) + 1
+        planner.add(name, live[name])
+
+    for name in range(80):
+        add(name)
+    for step in range(80, 120):
+        number = rng.choice([0, 1, 3, 16, 17, len(live)])
+        for name in rng.sample(list(live), min(number, len(live))):
+            if used[name] + config.cell_size <= 16 * len(live[name]):
+                used[name] += config.cell_size
+        if rng.random() < 0.3:
+            add(step)
+        if rng.random() < 0.3:
+            name = rng.choice(list(live))
+            planner.remove(name)
+            del live[name]
+            if rng.random() < 0.5:  # preempted, and back
+                live[name] = [*rng.choice(prompts), *(next(fresh) for _ in range(60))]
+                used[name] = 16 * len(live[name]) - 900
+                planner.add(name, live[name])
+        names = list(live)
+        seq_lens, cu = np.array([used[name] for name in names]), np.arange(len(names) + 1)
+        got = planner.plan(names, seq_lens, cu)
+        assert_same(got, from_scratch(config, [live[name] for name in names], seq_lens, cu))
+
+
+def test_cuts_are_decided_anew_only_where_sharing_changes(monkeypatch):
+    decided = []
+    decide = plan_cuts._decide
+    monkeypatch.setattr(plan_cuts, "_decide", lambda *arguments: decided.append(1) or decide(*arguments))
+    planner, cu = TreePlanner(PlanConfig(16, 8, 2)), np.arange(4)
+    for name, blocks in (("a", range(200)), ("b", [*range(20), *range(300, 480)]), ("c", range(500, 700))):
+        planner.add(name, blocks)
+    assert planner.plan("abc", np.array([2100, 2100, 900]), cu).shares
+    assert len(decided) == 1
+    planner.plan("abc", np.array([2500, 2100, 1200]), cu)
+    assert len(decided) == 2, "c reads another cell of the run in which a and b part"
+    planner.plan("abc", np.array([2900, 2400, 1200]), cu)
+    assert len(decided) == 2
+
+
+def test_a_sequence_that_is_not_there_changes_nothing():
+    planner, cu = TreePlanner(PlanConfig(16, 8, 2)), np.arange(2)
+    planner.add("a", range(20))
+    planner.plan(["a"], np.array([300]), cu)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            planner.plan(["b"], np.array([300]), cu)
 
 
 def test_the_same_object_until_a_cell_border_is_crossed():
