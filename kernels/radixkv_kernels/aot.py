@@ -73,7 +73,7 @@ def compile_shipped(arch: str, *, quick: bool = False) -> Iterator[Row]:
         last = 1 if key.fp8 or key.softcap else 2
         for variant in variants[-last:] if quick else variants:
             work.append((f"attention d{key.head_block} {key.dtype} {features}{variant.name}", tile, variant))
-    for head_dim in (128,) if quick else (64, 128, 256):
+    for head_dim in (128,) if quick else (32, 64, 128, 256):
         for variant in (*reduce_variants(head_dim, "bf16"), *cache_variants(head_dim, "bf16")):
             work.append((f"{variant.name} d{head_dim}", "", variant))
     for name, tile, variant in work:

@@ -155,7 +155,8 @@ def _launch(
         GROUP=group, V_HEAD_DIM=spec.v_head_dim, BLOCK_H=block_h,
         BLOCK_DV=triton.next_power_of_2(spec.v_head_dim), V_SLICES=num_slices, CAUSAL=spec.causal,
         WINDOW=spec.window is not None, SINKS=sinks is not None, V_SCALE=v_scale is not None, LSE=lse is not None,
-        WORK_LIST=plan is not None, num_warps=reduce_warps(block_h), num_stages=3, enable_fp_fusion=False,
+        WORK_LIST=plan is not None,
+        num_warps=reduce_warps(block_h, spec.v_head_dim), num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def reduce_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
         pointers = dict.fromkeys(floats, "*fp32") | {"out_ptr": f"*{dtype}"}
         types = argument_types(kernel, constants, pointers)
         name = f"reduce {block_h} heads{', plan' if work_list else ''}"
-        yield Variant(name, kernel, types, constants, reduce_warps(block_h), 3, False)
+        yield Variant(name, kernel, types, constants, reduce_warps(block_h, head_dim), 3, False)
 
 
 def cache_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
@@ -142,9 +142,11 @@ def cache_variants(head_dim: int, dtype: str) -> Iterator[Variant]:
     yield Variant("merge_states", kernel, argument_types(kernel, constants, pointers), constants, 4, 3, False)
 
 
-def reduce_warps(block_h: int) -> int:
-    """Warps of a reduction program of block_h heads."""
-    return 1 if block_h == 1 else 2
+def reduce_warps(block_h: int, v_head_dim: int) -> int:
+    """Warps of a reduction program of block_h heads. Two spill on sm_100 at 64 columns, four at 128."""
+    if block_h == 1:
+        return 1
+    return 4 if v_head_dim <= 64 else 2
 
 
 def argument_types(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> dict[str, str]:
