@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, print_table, pyplot
+from experiments.harness import Row, print_table
 from experiments.lab import Data
+from experiments.plots import finish, pyplot
 
 COLUMNS = {
     "workload": "{workload}",
@@ -44,8 +45,7 @@ def _parts(data: Data) -> tuple[list[Row], list[Row]]:
 def plot(path: Path) -> Path:
     """Draws throughput of each variant over that without a cache: each workload's, and what was measured."""
     simulated, measured = _parts(json.loads(path.read_text()))
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(10, 4.6))
+    figure, axis = pyplot().subplots(figsize=(10, 4.6))
     names = dict.fromkeys(row["workload"] for row in simulated)
     groups = {name: [row for row in simulated if row["workload"] == name] for name in names}
     groups["tiny_gpt, measured"] = measured
@@ -57,10 +57,7 @@ def plot(path: Path) -> Path:
         axis.bar(x, heights, width, label=variant)
     axis.set(ylabel="throughput over no cache", xticks=range(len(groups)), xticklabels=list(groups))
     axis.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:

@@ -17,8 +17,9 @@ from statistics import mean as mean_of
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from radixkv.replay import CacheConfig, Replay
 
 CACHES = ("flat_hash", "radix")
@@ -71,8 +72,7 @@ COLUMNS = {"part": "{part}", "cache": "{cache}", "block": "{block_size}", "hit r
 def plot(path: Path) -> Path:
     """Draws the tokens hit against the position of the changed one, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axis = plt.subplots()
+    figure, axis = pyplot().subplots()
     mine = [row for row in rows if row["part"] == "changed token"]
     for name in dict.fromkeys((row["cache"], row["block_size"]) for row in mine):
         line = [row for row in mine if (row["cache"], row["block_size"]) == name]
@@ -82,10 +82,7 @@ def plot(path: Path) -> Path:
         )
     axis.set(xlabel="position of the changed token", ylabel="tokens still hit", title="One changed token")
     axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def show(data: Data) -> None:

@@ -13,7 +13,6 @@ share caches and memory with it. Expected: the same hits; busy time within 10 %,
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,15 +26,11 @@ import torch
 from experiments.calibrate_report import METRICS, answer, plot, show
 from experiments.harness import Row, fail, parser
 from experiments.lab import conduct
-from experiments.serving import summarize
-from radixkv.batch import ScheduledBatch
-from radixkv.engine import Engine
+from experiments.measured_engine import MeasuredEngine, arrival_s
 from radixkv.kv_manager import KVManager
 from radixkv.replay import CacheConfig
-from radixkv.request import SamplingParams
 from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.simulate import FEATURES, Fitted, Simulator, StepLoad, measure_load, report
-from radixkv.tokens import pack, unpack
+from radixkv.simulate import FEATURES, Fitted, Simulator, StepLoad, report
 from radixkv.workloads import TraceRequest, open_workload
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
@@ -55,78 +50,12 @@ class Config:
     seed: int = 0
 
 
-class Clock:
-    """CPU seconds of this thread, and what was skipped because nothing was to be done."""
-
-    def __init__(self) -> None:
-        self._skipped_s = -time.thread_time()
-
-    def __call__(self) -> float:
-        return time.thread_time() + self._skipped_s
-
-    def skip_to(self, at_s: float) -> None:
-        self._skipped_s += max(at_s - self(), 0.0)
-
-
-class Measured:
-    """An engine whose steps are noted: their loads, and their seconds with everything in them."""
-
-    def __init__(self, model: str, config: Config, cache: str = "radix") -> None:
-        self.clock = Clock()
-        limit = config.max_num_batched_tokens
-        self.engine = Engine.from_pretrained(
-            model,
-            cache=cache,
-            num_blocks=config.num_blocks,
-            max_num_batched_tokens=limit,
-            tree_attention="off",  # what is fitted knows nothing of shared reads
-            clock=self.clock,
-        )
-        self.loads: list[StepLoad] = []
-        self.times_s: list[float] = []
-        self._forward = self.engine.runner.forward
-        self.engine.runner.forward = self._noted  # type: ignore[method-assign]
-
-    def _noted(self, batch: ScheduledBatch) -> torch.Tensor:
-        scheduler = self.engine.scheduler
-        self.loads.append(measure_load(batch, list(scheduler.batch), scheduler))
-        return self._forward(batch)
-
-    def serve(self, requests: Sequence[TraceRequest]) -> tuple[Row, list[TraceRequest]]:
-        """Serves requests by their timestamps; returns the metrics, and the requests with what was generated."""
-        self.loads.clear()
-        self.times_s.clear()
-        self.clock.skip_to(self.clock() + 1.0)
-        origin, waiting, generations = self.clock(), list(requests)[::-1], []
-        while waiting or self.engine.has_unfinished_requests:
-            if waiting and not self.engine.has_unfinished_requests:
-                self.clock.skip_to(origin + _arrival_s(waiting[-1]))
-            while waiting and origin + _arrival_s(waiting[-1]) <= self.clock():
-                request = waiting.pop()
-                params = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
-                name = self.engine.add_request(unpack(request.prompt).tolist(), params)
-                generations.append(self.engine.generation(name))
-                generations[-1].metrics.arrival_s = origin + _arrival_s(request)
-            stats = self.engine.step()
-            self.times_s.append(stats.schedule_s + stats.forward_s + stats.postprocess_s)
-        outputs = [generation.output() for generation in generations]
-        answered = [
-            replace(request, output=pack(output.outputs[0].token_ids))
-            for request, output in zip(requests, outputs, strict=True)
-        ]
-        return summarize(outputs) | {"busy_s": sum(self.times_s), "num_steps": len(self.times_s)}, answered
-
-
-def _arrival_s(request: TraceRequest) -> float:
-    return request.timestamp_s or 0.0
-
-
 def simulate(requests: Sequence[TraceRequest], cost: Fitted, config: Config, cache: str) -> Row:
     """Returns the metrics of the same requests in virtual time."""
     limits = SchedulerConfig(max_num_batched_tokens=config.max_num_batched_tokens)
     simulator = Simulator(Scheduler(KVManager(CacheConfig(cache).make(), config.num_blocks), limits), cost)
     for request in requests:
-        simulator.submit(request, _arrival_s(request))
+        simulator.submit(request, arrival_s(request))
     row = report.summarize(simulator.advance(inf))
     return row | {"busy_s": simulator.busy_s, "num_steps": simulator.num_steps}
 
@@ -137,7 +66,7 @@ def workload(name: str, config: Config, count: int, seed: int, rate_per_s: float
     return list(open_workload(name, seed=seed, limit=count, **sizes))
 
 
-def fit_cost(measured: Measured, config: Config) -> tuple[Fitted, float, float]:
+def fit_cost(measured: MeasuredEngine, config: Config) -> tuple[Fitted, float, float]:
     """Returns a cost model, the seconds of a request of these by itself, and the fit's median relative error."""
     prompts = {"min_prompt_tokens": 8, "max_prompt_tokens": 500}
     rest = {"output_tokens": 24}
@@ -161,8 +90,9 @@ def fit_cost(measured: Measured, config: Config) -> tuple[Fitted, float, float]:
 def compare(model: str, config: Config) -> list[Row]:
     """Fits a cost model to an engine; returns a row of it, and one for each workload and cache that both served."""
     torch.set_num_threads(1)
+    limits = config.num_blocks, config.max_num_batched_tokens
     name = Path(model).stem.split(".")[0]
-    cost, each_s, error = fit_cost(Measured(model, config), config)
+    cost, each_s, error = fit_cost(MeasuredEngine(model, *limits), config)
     seconds = dict(zip(FEATURES, cost.seconds, strict=True))
     rows: list[Row] = [{"part": "fit", "model": name, "median_error": error, "seconds": seconds}]
     shapes: dict[str, dict[str, Any]] = {
@@ -172,7 +102,7 @@ def compare(model: str, config: Config) -> list[Row]:
     for shape, sizes in shapes.items():
         for cache in ("null", "flat_hash", "radix"):
             requests = workload(shape, config, config.num_compared, config.seed + 1, 1.0 / each_s, **sizes)
-            measured = Measured(model, config, cache)
+            measured = MeasuredEngine(model, *limits, cache)
             found, answered = measured.serve(requests)
             pairs = zip(measured.loads, measured.times_s, strict=True)
             errors = [abs(cost.step_s(load) / seconds_ - 1) for load, seconds_ in pairs]

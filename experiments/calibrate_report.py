@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from experiments.harness import print_table, pyplot
+from experiments.harness import print_table
 from experiments.lab import Data
+from experiments.plots import finish, pyplot
 
 METRICS = ("num_steps", "busy_s", "num_cached_tokens", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "latency_p50_ms")
 
@@ -33,8 +34,7 @@ def show(data: Data) -> None:
 def plot(path: Path) -> Path:
     """Draws simulated over measured times."""
     rows = [row for row in json.loads(path.read_text())["rows"] if row["part"] == "compared"]
-    plt = pyplot()
-    figure, axis = plt.subplots()
+    figure, axis = pyplot().subplots()
     for key, marker in (("busy_s", "o"), ("ttft_p50_ms", "^"), ("ttft_p99_ms", "v"), ("tpot_p50_ms", "s")):
         scale = 1e3 if key == "busy_s" else 1
         points = [(row[f"{key}_measured"] * scale, row[f"{key}_simulated"] * scale) for row in rows]
@@ -43,10 +43,7 @@ def plot(path: Path) -> Path:
     axis.plot([max(low, 1), high], [max(low, 1), high], color="gray", linewidth=0.8)
     axis.set(xscale="log", yscale="log", xlabel="measured (ms of CPU)", ylabel="simulated (ms)")
     axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:

@@ -87,6 +87,7 @@ ENTRIES = (
     Entry("tree_bytes", KERNELS, 30),
     Entry("plan_time", KERNELS, 20),
     Entry("tree_attention", KERNELS, 200, ("--patience", "20")),
+    Entry("gpu_kernels", KERNELS, 1),
 )
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize
 from radixkv.engine import Engine
 from radixkv.replay import CACHES
@@ -118,10 +119,7 @@ def plot(path: Path) -> Path:
         xlabel="TTFT, ms", ylabel="share of requests", title=f"TTFT at {highest:g} requests per second", xscale="log"
     )
     left.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def show(data: Data) -> None:

@@ -11,71 +11,17 @@ little in a tight pool. Its index costs less than the flat hash with hashing cou
     python -m experiments.compare --workload few_shot --cache-outputs on
 """
 
-import argparse
-import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from experiments.compare_report import plot, print_rows
-from experiments.harness import Row, console, fail, parser, print_table, progress, save
-from experiments.lab import Data
-from radixkv.cache.base import check_block_size
-from radixkv.cache.eviction import POLICIES
-from radixkv.cache.hashing import ALGORITHMS
-from radixkv.model_shapes import MODEL_SHAPES
-from radixkv.replay import CACHES, CacheConfig, Replay
-from radixkv.tokens import unpack
-from radixkv.workloads import FORMATS, WORKLOADS, open_trace, open_workload
+from experiments.compare_options import EMBEDDED, Config, read_options
+from experiments.compare_replay import replay, serve_embedded
+from experiments.compare_report import answer, plot, print_rows, show
+from experiments.harness import Row, console, fail, save
+from radixkv.workloads import open_trace, open_workload
 
-EMBEDDED = "embedded"
-SMOKE_REQUESTS = 200
-# Where nothing else is asked for, so that there is something to see: pools in tokens, at two sizes of block.
-EMBEDDED_BLOCK_SIZES = (16, 128)
-EMBEDDED_POOLS = (16_384, 65_536, 262_144)
-
-
-@dataclass(frozen=True)
-class Config:
-    """What was asked for; goes into the JSON as it is."""
-
-    trace: tuple[str, ...] = ()
-    join: bool = False
-    format: str | None = None
-    workload: str | None = None
-    tokenizer: str = "bytes"
-    cache: tuple[str, ...] = CACHES
-    block_size: tuple[int, ...] = (16,)
-    partial_blocks: tuple[bool, ...] = (True,)
-    num_blocks: tuple[int | None, ...] = (None,)
-    pool_tokens: tuple[int, ...] = ()
-    policy: tuple[str, ...] = ("lru",)
-    hash_algorithm: str = "sha256"
-    cache_outputs: bool = False
-    seed: int = 0
-    limit: int | None = None
-    skip_bad: bool = False
-    model_shape: str = "llama-3-8b"
-    serve: bool = False
-
-    def caches(self) -> list[CacheConfig]:
-        """Returns every cache asked for; what an option does not concern is not repeated for it."""
-        configs = [
-            CacheConfig(
-                cache,
-                block_size,
-                partial_blocks=cache == "radix" and partial and block_size > 1,
-                num_blocks=num_blocks if cache != "null" else None,
-                policy=policy if cache == "radix" else "lru",
-                hash_algorithm=self.hash_algorithm,
-            )
-            for block_size in self.block_size
-            for cache in self.cache
-            for partial in self.partial_blocks
-            for policy in self.policy
-            for num_blocks in (*(tokens // block_size for tokens in self.pool_tokens), *self.num_blocks)
-        ]
-        return list(dict.fromkeys(configs))
+__all__ = ["answer", "plot", "show"]  # what shows the rows
 
 
 def run(config: Config) -> Iterator[list[Row]]:
@@ -135,170 +81,8 @@ def _names(names: Sequence[str], config: Config) -> list[str]:
     return list(names) if len(set(names)) == len(names) else [str(path) for path in config.trace]
 
 
-def replay(trace: Any, name: str, config: Config) -> list[Row]:
-    """Feeds a trace to every cache, each request to all before the next, so that they share the machine's moods."""
-    # An unbounded tree that shares to the token hits all there is to hit: the optimum that the others are held against.
-    best = CacheConfig("radix", max(config.block_size), partial_blocks=max(config.block_size) > 1)
-    replays = {cache: Replay(cache, cache_outputs=config.cache_outputs) for cache in (*config.caches(), best)}
-    gc.collect()
-    gc.disable()  # a collection in the middle of one cache's turn would be charged to it
-    try:
-        with progress(name, None) as bar:
-            for request in trace:
-                for each in replays.values():
-                    each.feed(request.prompt, request.output, request.namespace)
-                bar.advance(bar.task_ids[0])
-    finally:
-        gc.enable()
-    optimum = replays[best].num_cached_tokens
-    if trace.tokenizer is not None:
-        tokens = trace.tokenizer.name
-    else:
-        tokens = "random" if not trace.formats else "block ids" if trace.sharing_known else "lengths"
-    more = {"tokens": tokens, "format": ", ".join(dict.fromkeys(trace.formats))}
-    return [_row(name, replays[cache], optimum, config) | more for cache in config.caches()]
-
-
-SERVED_REQUESTS = 16
-SERVED_PROMPT_BYTES = 1000
-SERVING_TITLE = f"The engine on tiny_gpt: {SERVED_REQUESTS} of these requests at once, the same tokens from each; in ms"
-
-
-def serve_embedded(config: Config) -> list[Row]:
-    """Serves short requests of the embedded workload on tiny_gpt, all at once, with each cache; prints a table.
-
-    Raises:
-        AssertionError: two caches gave different tokens.
-    """
-    # These load torch, which a trace's comparison does without.
-    from experiments.serving import COLUMNS, Arrival, serve, summarize
-    from radixkv.engine import Engine
-
-    arrivals: list[Arrival] = []
-    for request in open_workload(EMBEDDED, seed=config.seed):
-        if request.num_prompt_tokens <= SERVED_PROMPT_BYTES and len(arrivals) < SERVED_REQUESTS:
-            arrivals.append(Arrival(0.0, tuple(unpack(request.prompt).tolist()), 16))
-    rows, answers = [], []
-    with progress("serving on tiny_gpt", len(config.cache)) as bar:
-        for cache in config.cache:
-            engine = Engine.from_pretrained("tiny_gpt", cache=cache, num_blocks=4096)
-            serve(engine, [Arrival(0.0, tuple(range(40)), 4)] * 2)  # first calls of everything
-            outputs = serve(engine, arrivals)
-            rows.append({"cache": cache, **summarize(outputs)})
-            answers.append([output.outputs[0].token_ids for output in outputs])
-            bar.advance(bar.task_ids[0])
-    assert all(answer == answers[0] for answer in answers), "the caches gave different tokens"
-    print_table(SERVING_TITLE, COLUMNS, rows)
-    return rows
-
-
-def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
-    cache = replayed.config
-    num_requests = max(replayed.num_requests, 1)
-    kv_bytes = MODEL_SHAPES[config.model_shape].kv_bytes_per_token
-    return {
-        "trace": trace,
-        "cache": cache.cache,
-        "block_size": cache.block_size,
-        "partial_blocks": cache.partial_blocks,
-        "num_blocks": cache.num_blocks,
-        "policy": cache.policy,
-        "cache_outputs": config.cache_outputs,
-        "num_requests": replayed.num_requests,
-        "num_refused_requests": replayed.num_refused_requests,
-        "num_prompt_tokens": replayed.num_prompt_tokens,
-        "num_cached_tokens": replayed.num_cached_tokens,
-        "num_computed_tokens": replayed.num_prompt_tokens - replayed.num_cached_tokens,
-        "hit_rate": replayed.hit_rate,
-        "share_of_optimum": replayed.num_cached_tokens / optimum if optimum else 1.0,
-        "num_evicted_blocks": replayed.num_evicted_blocks,
-        "peak_blocks": replayed.peak_blocks,
-        "peak_kv_bytes": replayed.peak_blocks * cache.block_size * kv_bytes,
-        "model_shape": config.model_shape,
-        "index_us_per_request": (replayed.index_ns - replayed.hash_ns) / 1e3 / num_requests,
-        "hash_us_per_request": replayed.hash_ns / 1e3 / num_requests,
-        "index_bytes_per_token": replayed.index_bytes_per_token(),
-    }
-
-
-def show(data: Data) -> None:
-    """Prints a table a trace, and what the engine took where it served."""
-    print_rows(data["rows"])
-    if data.get("serving"):
-        from experiments.serving import COLUMNS
-
-        print_table(SERVING_TITLE, COLUMNS, data["serving"])
-
-
-def answer(data: Data) -> str:
-    """One sentence: what radix computes less than the flat hash, at the largest pool, over all traces."""
-    by = {(row["trace"], row["cache"], row["block_size"], row["num_blocks"]): row for row in data["rows"]}
-    told = []
-    for size in dict.fromkeys(row["block_size"] for row in data["rows"]):
-        pairs = [
-            (row, by[trace, "radix", size, blocks])
-            for (trace, cache, block_size, blocks), row in by.items()
-            if (cache, block_size) == ("flat_hash", size) and (trace, "radix", size, blocks) in by
-        ]
-        computed = [sum(row["num_computed_tokens"] for row in side) for side in zip(*pairs, strict=True)]
-        if computed and computed[0]:
-            told.append(f"{1 - computed[1] / computed[0]:.1%} fewer tokens at blocks of {size}")
-    if not told:
-        return "Nothing to compare: it needs radix and flat_hash at one block size."
-    return f"Over all traces and pools here a radix tree computes {', '.join(told)} than the flat hash."
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser("compare", __doc__, "compare.json and compare.png")
-    add = options.add_argument
-    source = options.add_mutually_exclusive_group()
-    source.add_argument(
-        "--trace", nargs="+", default=[], metavar="FILE", help="trace files, each a trace of its own; format recognised"
-    )
-    add("--join", action="store_true", help="the files are one trace, one after the other")
-    add("--format", choices=FORMATS, help="where the format is not to be recognised from the content")
-    source.add_argument(
-        "--workload", choices=sorted(WORKLOADS), help=f"a synthetic workload (default without --trace: {EMBEDDED})"
-    )
-    add(
-        "--tokenizer",
-        default="bytes",
-        metavar="bytes|NAME|PATH",
-        help="of text: UTF-8 bytes (default), qwen3, o200k, cl100k, llama3, or a tokenizer.json; chats become ChatML",
-    )
-    add("--cache", nargs="+", choices=CACHES, default=CACHES, help="default: all")
-    add("--block-size", nargs="+", type=_block_size, metavar="N", help="tokens in a block, 1 to 1024 (16)")
-    add("--partial-blocks", nargs="+", choices=("on", "off"), default=["on"], help="radix shares to the token (on)")
-    add("--num-blocks", nargs="+", type=_num_blocks, metavar="N|unbounded", help="blocks in the pool (unbounded)")
-    add("--policy", nargs="+", choices=sorted(POLICIES), default=["lru"], help="eviction of radix (lru)")
-    add("--hash-algorithm", choices=ALGORITHMS, default="sha256", help="of the flat hash (sha256)")
-    add(
-        "--cache-outputs",
-        choices=("on", "off"),
-        default="off",
-        help="cache outputs too, as an engine does; off (default): what prompts share with prompts",
-    )
-    add("--seed", type=int, default=0, help="of synthetic workloads")
-    add("--limit", type=int, help="read at most so many requests of each trace")
-    add("--skip-bad", action="store_true", help="count lines that can't be read, and go on")
-    add("--model-shape", choices=sorted(MODEL_SHAPES), default="llama-3-8b", help="whose KV bytes to report")
-    add(
-        "--serve", choices=("on", "off"), default="on", help="then serve part of the embedded workload on tiny_gpt (on)"
-    )
-    given: dict[str, Any] = vars(options.parse_args(arguments))
-    out = given.pop("out")
-    given.pop("full")
-    if given.pop("smoke"):
-        given["limit"], given["serve"] = given["limit"] or SMOKE_REQUESTS, "off"
-    is_embedded = given["workload"] in (None, EMBEDDED) and not given["trace"]
-    given["pool_tokens"] = EMBEDDED_POOLS if is_embedded and given["num_blocks"] is None else ()
-    given["num_blocks"] = given["num_blocks"] or (None,)
-    given["block_size"] = given["block_size"] or (EMBEDDED_BLOCK_SIZES if is_embedded else (16,))
-    given["partial_blocks"] = [choice == "on" for choice in given["partial_blocks"]]
-    given["cache_outputs"] = given["cache_outputs"] == "on"
-    given["serve"] = given["serve"] == "on" and is_embedded
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    config = Config(**given)
+    out, config = read_options(__doc__, arguments)
     rows: list[Row] = []
     stopped = ""
     try:
@@ -319,21 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"{path}\n{plot(path)}", highlight=False)
     if stopped:  # what had ended by then is kept
         fail(stopped)
-
-
-def _block_size(text: str) -> int:
-    try:
-        return check_block_size(int(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _num_blocks(text: str) -> int | None:
-    if text == "unbounded":
-        return None
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a number of blocks or 'unbounded', got {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

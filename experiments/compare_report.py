@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import Row, print_table, pyplot
+from experiments.harness import Row, print_table
+from experiments.lab import Data
+from experiments.plots import finish, pyplot
 
+SERVED_REQUESTS = 16
+SERVING_TITLE = f"The engine on tiny_gpt: {SERVED_REQUESTS} of these requests at once, the same tokens from each; in ms"
 COLUMNS = {
     "cache": "{label}",
     "pool": "{pool}",
@@ -98,6 +102,33 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def show(data: Data) -> None:
+    """Prints a table a trace, and what the engine took where it served."""
+    print_rows(data["rows"])
+    if data.get("serving"):
+        from experiments.serving import COLUMNS
+
+        print_table(SERVING_TITLE, COLUMNS, data["serving"])
+
+
+def answer(data: Data) -> str:
+    """One sentence: what radix computes less than the flat hash, at the largest pool, over all traces."""
+    by = {(row["trace"], row["cache"], row["block_size"], row["num_blocks"]): row for row in data["rows"]}
+    told = []
+    for size in dict.fromkeys(row["block_size"] for row in data["rows"]):
+        pairs = [
+            (row, by[trace, "radix", size, blocks])
+            for (trace, cache, block_size, blocks), row in by.items()
+            if (cache, block_size) == ("flat_hash", size) and (trace, "radix", size, blocks) in by
+        ]
+        computed = [sum(row["num_computed_tokens"] for row in side) for side in zip(*pairs, strict=True)]
+        if computed and computed[0]:
+            told.append(f"{1 - computed[1] / computed[0]:.1%} fewer tokens at blocks of {size}")
+    if not told:
+        return "Nothing to compare: it needs radix and flat_hash at one block size."
+    return f"Over all traces and pools here a radix tree computes {', '.join(told)} than the flat hash."
+
+
 def plot(path: Path) -> Path:
     """Draws each trace from the JSON alone: hit rate against capacity, or for a single capacity tokens computed."""
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
@@ -116,10 +147,7 @@ def plot(path: Path) -> Path:
     for axis in axes.flat[len(traces) :]:
         axis.set_visible(False)
     figure.tight_layout()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def _draw_capacity(plt: Any, axis: Any, rows: Sequence[Row]) -> None:

@@ -94,25 +94,29 @@ def serve_together(prompts: Sequence[np.ndarray], cache: CacheConfig) -> tuple[i
     return sum(computed[1:]), manager.allocator.num_used
 
 
-def run_distances(config: Config) -> Iterator[Row]:
-    """Yields a row for each d, block size and cache."""
+def run_distances(config: Config) -> list[Row]:
+    """Returns a row for each d, block size and cache."""
+    rows = []
     for d in config.distances():
         prompts = diverging(config, d)
         for block_size in config.block_sizes:
             for name, cache in caches(block_size).items():
                 computed, held = serve_together(prompts, cache)
                 followers = config.num_requests - 1
-                yield {
-                    "part": "distances",
-                    "shared_tokens": d,
-                    "block_size": block_size,
-                    "cache": name,
-                    "computed_per_request": computed / followers,
-                    "again_per_request": computed / followers - config.own_tokens,
-                    "held_blocks": held,
-                    "held_tokens": held * block_size,
-                    "unique_tokens": d + config.num_requests * config.own_tokens,
-                }
+                rows.append(
+                    {
+                        "part": "distances",
+                        "shared_tokens": d,
+                        "block_size": block_size,
+                        "cache": name,
+                        "computed_per_request": computed / followers,
+                        "again_per_request": computed / followers - config.own_tokens,
+                        "held_blocks": held,
+                        "held_tokens": held * block_size,
+                        "unique_tokens": d + config.num_requests * config.own_tokens,
+                    }
+                )
+    return rows
 
 
 def run_trace(path: str, config: Config) -> list[Row]:
@@ -149,7 +153,7 @@ def run_trace(path: str, config: Config) -> list[Row]:
 
 def cells(config: Config) -> Iterator[Cell]:
     """Yields a cell for all d, and one for each trace."""
-    yield "distances", lambda: list(run_distances(config))
+    yield "distances", partial(run_distances, config)
     for path in config.trace:
         yield path, partial(run_trace, path, config)
 
@@ -163,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = Config(trace=tuple(map(str, traces)), tokenizer=given.tokenizer)
     if given.smoke:
         config = replace(config, longest=600, every=256, all_below=20, num_requests=3, limit=200)
-    conduct("divergence", given.out, config, cells(config), sys.modules[__name__])
+    conduct("divergence", given.out, config, cells(config), sys.modules[__name__], at_once=True)
 
 
 if __name__ == "__main__":

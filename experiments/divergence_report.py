@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, print_table, pyplot
+from experiments.harness import Row, print_table
 from experiments.lab import Data
+from experiments.plots import finish, pyplot
 
 NAMES = ("flat hash", "radix", "radix, partial blocks")
 COLUMNS = {
@@ -99,7 +100,4 @@ def plot(path: Path) -> Path:
         axes.set(ylabel="prompt tokens computed / least", yscale="log")
         axes.legend(fontsize=8)
     figure.tight_layout()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)

@@ -18,23 +18,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
-
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.endurance_traffic import NoModel, Traffic
+from experiments.harness import Row, parser, print_table, resident_bytes
 from experiments.lab import Cell, Data, conduct
-from radixkv.batch import ScheduledBatch
-from radixkv.cache.namespace import Salt
+from experiments.plots import finish, pyplot
 from radixkv.engine import Engine
-from radixkv.kv_manager import BlockCopy, KVManager
+from radixkv.kv_manager import KVManager
 from radixkv.replay import CacheConfig
-from radixkv.request import SamplingParams
 from radixkv.scheduler import Scheduler, SchedulerConfig
 
-VOCABULARY = 1000
 CACHES = ("radix:16", "radix:1", "flat_hash:16")
 
 
@@ -59,57 +53,6 @@ def measure(config: Config, name: str) -> list[Row]:
     rows, kept = run(cache, int(block_size), config)
     rows[-1]["kept"] = kept
     return rows
-
-
-class NoModel:
-    """In place of the runner: the same token for everybody, and each 50th forward pass fails."""
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace(vocab_size=VOCABULARY, max_positions=100_000)
-        self.num_calls = 0
-
-    def forward(self, batch: ScheduledBatch) -> torch.Tensor:
-        self.num_calls += 1
-        if self.num_calls % 50 == 0:
-            raise MemoryError("planted")
-        logits = torch.zeros(sum(item.needs_logits for item in batch.sequences), VOCABULARY)
-        logits[:, 7] = 1.0
-        return logits
-
-    def copy(self, copies: list[BlockCopy]) -> None:
-        pass
-
-
-class Traffic:
-    """Adds requests and steps, so that about 24 are always under way."""
-
-    def __init__(self, engine: Engine, seed: int) -> None:
-        self.engine = engine
-        self.rng = np.random.default_rng(seed)
-        self.shared = self.rng.integers(0, VOCABULARY, (40, 96)).tolist()
-        self.num_added = 0
-
-    def serve(self, count: int) -> None:
-        """Serves so many requests to their ends."""
-        for _ in range(count):
-            number, (group, length, own, kind) = (
-                self.num_added,
-                self.rng.integers(0, (40, 96, VOCABULARY, 100)).tolist(),
-            )
-            namespace = Salt(f"tenant {number}") if kind < 30 else None
-            params = SamplingParams(max_tokens=1 + number % 30, n=1 + 2 * (kind == 99))
-            name = self.engine.add_request(
-                [*self.shared[group][:length], own, number % 997], params, namespace=namespace
-            )
-            self.num_added += 1
-            if kind == 50:
-                self.engine.abort(name)
-            if number % 9973 == 9972:
-                self.engine.reset_cache(namespace)
-            while len(self.engine.stepper.generations) >= 24:
-                self.engine.step()
-        while self.engine.has_unfinished_requests:
-            self.engine.step()
 
 
 def run(cache: str, block_size: int, config: Config) -> tuple[list[Row], list[str]]:
@@ -137,7 +80,7 @@ def run(cache: str, block_size: int, config: Config) -> tuple[list[Row], list[st
             {
                 "cache": f"{cache} {block_size}",
                 "requests": traffic.num_added,
-                "resident_mib": int(Path("/proc/self/statm").read_text().split()[1]) / 256,
+                "resident_mib": resident_bytes() / 2**20,
                 "num_objects": len(gc.get_objects()),
                 "seconds": time.process_time() - began,
                 "hit_rate": engine.metrics.num_hit_tokens / engine.metrics.num_prompt_tokens,
@@ -163,17 +106,13 @@ def snapshot(engine: Engine) -> tracemalloc.Snapshot:
 def plot(path: Path) -> Path:
     """Draws resident memory against requests served, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axis = plt.subplots()
+    figure, axis = pyplot().subplots()
     for name in dict.fromkeys(row["cache"] for row in rows):
         some = [row for row in rows if row["cache"] == name]
         axis.plot([row["requests"] for row in some], [row["resident_mib"] for row in some], "o-", label=name)
     axis.set(xlabel="requests served", ylabel="resident memory, MiB", ylim=(0, None))
     axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 COLUMNS = {

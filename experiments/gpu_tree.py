@@ -17,7 +17,9 @@ import torch
 from radixkv_kernels import PlanBuffers, PlanConfig, TreePlan, TreePlanner, paged_attention, plan_tile, tree_attention
 from torch import Tensor
 
-Row = dict[str, Any]
+from experiments.gpu_times import agreed
+from experiments.harness import Row
+
 DEVICE = "cuda"
 NUM_LAYERS = 32
 """A plan serves all layers of a step; its cost is reported a layer too."""
@@ -153,7 +155,7 @@ def contenders(batch: TreeBatch, plan: TreePlan) -> dict[str, Callable[[], Tenso
         assert isinstance(result, Tensor)
         return result
 
-    return {"tree": tree, "paged": paged, "sdpa": sdpa, "flex": flex}
+    return {"paged": paged, "tree": tree, "sdpa": sdpa, "flex": flex}
 
 
 def tree_rows(
@@ -174,8 +176,7 @@ def tree_rows(
         batch = make_batch(case, config.num_q_heads, config.num_kv_heads, config.head_dim, config.block_size)
         plan, plan_row = time_plan(plan_config(batch), batch, config.repeats)
         functions = contenders(batch, plan)
-        want = functions["paged"]()
-        same_bits = torch.equal(functions["tree"](), want)
+        same_bits = torch.equal(functions["tree"](), functions["paged"]())
         row = {
             "part": "tree",
             "name": f"tree {case.num_seqs} on {case.prefix} + {case.own}",
@@ -185,17 +186,7 @@ def tree_rows(
             "ideal": case.num_seqs * (case.prefix + case.own) / (case.prefix + case.num_seqs * case.own),
             **plan_row,
         }
-        agreeing, refused = {}, {}
-        for name, function in functions.items():
-            try:
-                error = float((function().float() - want.float()).norm() / want.float().norm())
-            except Exception as failure:  # a peer that this torch lacks must not end the run; it is reported
-                refused[name] = f"{type(failure).__name__}: {failure}"[:200]
-                continue
-            if error < 2e-2:
-                agreeing[name] = function
-            else:
-                refused[name] = "disagrees"
+        agreeing, refused = agreed(functions)
         if same_bits:
             took = measure(agreeing, config.repeats)
             rate = batch.unique_bytes / took["tree"] / 1e6

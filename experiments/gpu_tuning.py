@@ -9,30 +9,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from radixkv_kernels import paged_attention, triton_impl
 from radixkv_kernels.triton_impl.config import CONFIG_DIR, Config, Key, tables, write_table
 from radixkv_kernels.triton_impl.feasible import candidates, feasible
 
-if TYPE_CHECKING:
-    from experiments import gpu_kernels
+from experiments.gpu_times import workload
+from experiments.harness import Row
 
-Row = dict[str, Any]
 KEYS = (Key(128, "bf16", False, False), Key(128, "bf16", True, False), Key(64, "bf16", False, False))
 MAX_CANDIDATES = 8
 
 
 def tune(
-    sizes: gpu_kernels.Config,
+    sizes: Any,
     measure: Callable[[dict[str, Callable[[], Any]]], dict[str, float]],
     write: bool,
     in_time: Callable[[], bool],
 ) -> Iterator[Row]:
     """A row a timed shape and one a choice; with `write` puts choices (float16 as bfloat16) into the shipped table."""
-    from experiments.gpu_kernels import workload
-
     arch = triton_impl.device_arch(torch.device("cuda"))
     table = tables()[arch]
     chosen: dict[Key, Config] = {}

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 try:
-    import matplotlib
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -72,6 +71,11 @@ def _processor() -> str:
     return platform.processor() or "unknown"
 
 
+def resident_bytes() -> int:
+    """Returns what of this process is in memory; Linux alone tells."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def shared_traces(*names: str) -> list[Path]:
     """Returns those of these files that are in `shared/traces` beside the checkout, or under RADIXKV_SHARED."""
     beside = Path(__file__).parent.parent.parent / "shared"
@@ -100,6 +104,10 @@ class Cells:
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
 
+    def is_text(self, column: int) -> bool:
+        """Whether a column holds words, which stand flush left."""
+        return any(row[column][:1].isalpha() for row in self.rows)
+
 
 _recorded: list[Cells] | None = None
 
@@ -115,24 +123,6 @@ def recorded_tables() -> Iterator[list[Cells]]:
         _recorded = before
 
 
-TEXT_COLUMNS = (
-    "trace",
-    "cache",
-    "operation",
-    "part",
-    "workload",
-    "rule",
-    "published",
-    "arrivals",
-    "router",
-    "order",
-    "variant",
-    "machine",
-    "traffic",
-    "model",
-)
-
-
 def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row], notes: Sequence[str] = ()) -> None:
     """Prints rows as a table.
 
@@ -140,95 +130,35 @@ def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row], not
         columns: heading -> a format of the row's fields, such as "{hit_rate:.1%}".
         notes: lines to stand below it.
     """
+    texts = tuple(tuple(form.format(**row) for form in columns.values()) for row in rows)
+    cells = Cells(title, tuple(columns), texts, tuple(notes))
     if _recorded is not None:
-        cells = tuple(tuple(form.format(**row) for form in columns.values()) for row in rows)
-        _recorded.append(Cells(title, tuple(columns), cells, tuple(notes)))
+        _recorded.append(cells)
         return
     table = Table(
         title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE, padding=(0, 1)
     )
-    for heading in columns:
-        is_text = heading in TEXT_COLUMNS
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, overflow="fold")
-    for row in rows:
-        table.add_row(*(form.format(**row) for form in columns.values()))
+    for column, heading in enumerate(columns):
+        justify: Literal["left", "right"] = "left" if cells.is_text(column) else "right"
+        table.add_column(heading, justify=justify, no_wrap=True, overflow="fold")
+    for texts_of_row in texts:
+        table.add_row(*texts_of_row)
     console.print(table)
     for note in notes:
         console.print(f"  {note}", highlight=False, markup=False)
+
+
+is_silent = False  # whether another process has the screen
 
 
 @contextmanager
 def progress(title: str, total: int | None) -> Iterator[Progress]:
     """Shows a bar while the block runs; `bar.advance(bar.task_ids[0])` moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, refresh_per_second=4, disable=is_silent) as bar:
         bar.add_task(title, total=total)
         yield bar
-
-
-_is_dark = False
-
-
-@contextmanager
-def dark_plots() -> Iterator[None]:
-    """While the block runs, plots are drawn light on dark."""
-    global _is_dark
-    _is_dark = True
-    try:
-        yield
-    finally:
-        _is_dark = False
-
-
-def pyplot() -> Any:
-    """Returns matplotlib's pyplot, without a display, in this package's look."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcdefaults()
-    ink, paper = ("#e6e9f0", "#14171e") if _is_dark else ("#1d2330", "#ffffff")
-    plt.rcParams.update(
-        {
-            "figure.facecolor": paper,
-            "axes.facecolor": paper,
-            "savefig.facecolor": paper,
-            "text.color": ink,
-            "axes.labelcolor": ink,
-            "axes.edgecolor": ink,
-            "xtick.color": ink,
-            "ytick.color": ink,
-            "figure.figsize": (8, 4.5),
-            "figure.dpi": 130,
-            "savefig.bbox": "tight",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.alpha": 0.25,
-            "legend.frameon": False,
-            "font.size": 10,
-        }
-    )
-    return plt
-
-
-def bars(path: Path, across: str, series: str, value: str, ylabel: str, title: str) -> Path:
-    """Draws groups of bars beside a JSON of rows: a group for each `across`, a bar for each `series`."""
-    rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axis = plt.subplots()
-    groups, names = (list(dict.fromkeys(row[field] for row in rows)) for field in (across, series))
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        heights = {row[across]: row[value] for row in rows if row[series] == name}
-        places = [at + (i - (len(names) - 1) / 2) * width for at, group in enumerate(groups) if group in heights]
-        axis.bar(places, [heights[group] for group in groups if group in heights], width, label=str(name))
-    axis.set(xlabel=across.replace("_", " "), ylabel=ylabel, title=title)
-    axis.set_xticks(range(len(groups)), [str(group) for group in groups])
-    axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
 
 
 is_smoke = False  # whether the experiment under way was asked to be small

@@ -18,8 +18,9 @@ from statistics import median
 
 import numpy as np
 
-from experiments.harness import Row, console, parser, print_table, pyplot
+from experiments.harness import Row, console, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from radixkv.cache.base import PrefixCache
 from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS
@@ -120,10 +121,7 @@ def plot(path: Path) -> Path:
             right.plot(bits, [row["expected"] for row in line], ":", label="expected", color="gray")
     right.set(xlabel="bits of the digest", ylabel="share of lookups", title="Somebody else's KV handed over")
     right.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:

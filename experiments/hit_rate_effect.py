@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, fail, parser, print_table, pyplot
+from experiments.harness import Row, fail, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from radixkv.cache.namespace import Salt
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
@@ -129,8 +130,7 @@ def show(data: Data) -> None:
 def plot(path: Path) -> Path:
     """Draws everything over the hit rate that was reached."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
+    figure, axes = pyplot().subplots(1, 3, figsize=(12, 3.6))
     hit_rates = [100 * row["hit_rate"] for row in rows]
     for axis, title, keys in (
         (axes[0], "running sequences", ("batch_size",)),
@@ -142,10 +142,7 @@ def plot(path: Path) -> Path:
         axis.set(xlabel="hit rate (%)", ylabel=title, ylim=(0, None))
         axis.legend()
     figure.tight_layout()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:
@@ -173,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Roofline.of(config.model, config.gpu, config.num_gpus)
     except ValueError as error:
         fail(str(error))
-    conduct("hit_rate_effect", given.out, config, cells(config), sys.modules[__name__])
+    conduct("hit_rate_effect", given.out, config, cells(config), sys.modules[__name__], at_once=True)
 
 
 if __name__ == "__main__":

@@ -12,24 +12,25 @@ path and the number of leaves; the flat hash costs a hash and a lookup for each 
 """
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, console, fail, parser, print_table, pyplot
-from experiments.lab import Cell, Data, conduct
-from radixkv.cache.base import PrefixCache
+from experiments.harness import Row, console, fail, parser
+from experiments.index_cost_report import answer, plot, show
+from experiments.index_workloads import Blocks, admit, chats, insert, leaf, make
+from experiments.lab import Cell, conduct
 from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS
-from radixkv.replay import CacheConfig, index_bytes
-from radixkv.tokens import TOKEN_BYTES, pack
+from radixkv.replay import index_bytes
+from radixkv.tokens import pack
+
+__all__ = ["answer", "plot", "show"]  # what shows the rows
 
 CACHES = ("radix", "radix whole blocks", "flat_hash")
 LEAF_TOKENS = 128
@@ -51,59 +52,6 @@ class Config:
     seed: int = 0
 
 
-def chats(config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields ([n] prompt, [m] prompt and output) int32: conversations of 2,000 to 8,000 tokens in four turns."""
-    rng = np.random.default_rng(config.seed)
-    systems = [rng.integers(0, 32_000, 512, dtype=np.int32) for _ in range(8)]
-    texts = []
-    for i in range(config.num_conversations):
-        length = int(rng.integers(2_000, 8_001))
-        texts.append(np.concatenate([systems[i % 8], rng.integers(0, 32_000, length - 512, dtype=np.int32)]))
-    for turn in range(4):
-        for text in texts:
-            before, end = (512 + (len(text) - 512) * share // 4 for share in (turn, turn + 1))
-            yield text[: end - min(200, end - before - 1)], text[:end]
-
-
-def leaf(index: int, length: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns [length] int32 tokens, the first of them nobody else's."""
-    tokens = rng.integers(0, 32_000, length, dtype=np.int32)
-    tokens[0] = 32_000 + index
-    return tokens
-
-
-def make(cache: str, block_size: int) -> Any:
-    if cache.startswith("radix"):
-        return CacheConfig("radix", block_size, partial_blocks=cache == "radix").make()
-    return CacheConfig(cache, block_size).make()
-
-
-def admit(cache: PrefixCache, key: bytes) -> int:
-    lease = cache.acquire(key)
-    matched = len(lease.block_ids) * cache.block_size
-    cache.release(lease)
-    return matched
-
-
-def insert(cache: PrefixCache, key: bytes, blocks: np.ndarray) -> None:
-    lease = cache.acquire(key)
-    done = lease.num_tokens
-    cache.insert(lease, key[done * TOKEN_BYTES :], blocks[done // cache.block_size :])
-    cache.commit()
-    cache.release(lease)
-
-
-class Blocks:
-    """Hands out block ids that were never used."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def take(self, num_blocks: int) -> np.ndarray:
-        self.next += num_blocks
-        return np.arange(self.next - num_blocks, self.next, dtype=np.int32)
-
-
 def timed(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     started = time.perf_counter_ns()
     result = call(*arguments)
@@ -120,7 +68,7 @@ def run_chat(name: str, block_size: int, config: Config) -> list[Row]:
     cache, blocks = make(name, block_size), Blocks()
     admits, inserts, hits, total = [], [], 0, 0
     hashed = [0.0, 0.0]
-    for prompt, full in chats(config):
+    for prompt, full in chats(config.num_conversations, config.seed):
         key, full_key = prompt.tobytes(), full.tobytes()
         before = getattr(cache, "hash_ns", 0)
         spent, matched = timed(admit, cache, key)
@@ -226,72 +174,6 @@ def alone(job: Callable[..., list[Row]], *arguments: Any) -> list[Row]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-COLUMNS = {
-    "cache": "{cache}",
-    "block": "{block_size}",
-    "operation": "{operation}",
-    "leaves": "{leaves}",
-    "mean us": "{mean_us:,.1f}",
-    "p50": "{p50_us:,.1f}",
-    "p99": "{p99_us:,.1f}",
-    "of it hash": "{hash_us:,.1f}",
-    "freed": "{freed}",
-    "B/token": "{memory}",
-}
-
-
-def show(data: Data) -> None:
-    """Prints a line an operation."""
-    rows = data["rows"]
-    shown = [
-        each
-        | {
-            "leaves": f"{each['num_leaves'] or '':,}" if each["num_leaves"] else "",
-            "freed": f"{each['num_freed_tokens']:.0f}" if each["num_freed_tokens"] else "",
-            "memory": f"{each['index_bytes_per_token']:.1f}" if "index_bytes_per_token" in each else "",
-        }
-        for each in rows
-    ]
-    print_table("Index operations, in us", COLUMNS, shown)
-
-
-def plot(path: Path) -> Path:
-    """Draws the mean time of each operation, a bar a cache, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    largest = max((each["num_leaves"] or 0 for each in rows), default=0)
-    mine = [each for each in rows if each["num_leaves"] in (None, largest) and each["cache"] != "any"]
-    mine = [each for each in mine if each["operation"] != "hash_8192"]
-    operations = list(dict.fromkeys(each["operation"] for each in mine))
-    names = list(dict.fromkeys((each["cache"], each["block_size"]) for each in mine))
-    figure, axis = plt.subplots()
-    width = 0.8 / len(names)
-    for i, (cache, block_size) in enumerate(names):
-        found = {r["operation"]: r["mean_us"] for r in mine if (r["cache"], r["block_size"]) == (cache, block_size)}
-        places = [at + (i - (len(names) - 1) / 2) * width for at, name in enumerate(operations) if name in found]
-        axis.bar(places, [found[name] for name in operations if name in found], width, label=f"{cache} {block_size}")
-    axis.set(yscale="log", ylabel="mean, us", title=f"Index operations (evict64 at {largest:,} leaves)")
-    axis.set_xticks(range(len(operations)), operations)
-    axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
-
-
-def answer(data: Data) -> str:
-    """One sentence, at block size 16."""
-    mean = {(r["cache"], r["operation"]): r["mean_us"] for r in data["rows"] if r["block_size"] == 16}
-    if ("flat_hash", "admit") not in mean or ("radix", "admit") not in mean:
-        return "Nothing to compare: it needs radix and flat_hash at block size 16."
-    times = {name: mean["flat_hash", name] / mean["radix", name] for name in ("admit", "insert", "admit_8192")}
-    return (
-        f"An admission takes {mean['radix', 'admit']:.1f} us, 1/{times['admit']:.0f} of the flat hash with sha256 "
-        f"(1/{times['admit_8192']:.0f} at 8,192 cached tokens), publishing {mean['radix', 'insert']:.1f} us, "
-        f"1/{times['insert']:.0f} of it."
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,47 +6,11 @@ Gathers go into buffers allocated once, and the query heads of a group are folde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Peer = Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences of equal shape: q_len new tokens on a context of `context` tokens, new ones included."""
-
-    q: Tensor
-    """[num_seqs * q_len, num_q_heads, head_dim]"""
-    k_cache: Tensor
-    """[num_blocks, block_size, num_kv_heads, head_dim]"""
-    v_cache: Tensor
-    block_table: Tensor
-    """[num_seqs, context // block_size] int64"""
-    q_len: int
-    context: int
-
-    @property
-    def num_seqs(self) -> int:
-        return self.block_table.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.k_cache.shape[2]
-
-    def folded_q(self) -> Tensor:
-        """[num_seqs, num_kv_heads, q_len * group, head_dim], rows (token, head of the group)."""
-        n, hk, d = self.num_seqs, self.num_kv_heads, self.q.shape[2]
-        return self.q.view(n, self.q_len, hk, -1, d).transpose(1, 2).reshape(n, hk, -1, d)
-
-    def unfold(self, out: Tensor) -> Tensor:
-        """The inverse of `folded_q`, on outputs."""
-        n, hk, _, d = out.shape
-        return out.view(n, hk, self.q_len, -1, d).transpose(1, 2).reshape(self.q.shape)
+from experiments.attention_batches import Batch, Peer
 
 
 class Gathered:
@@ -87,6 +51,17 @@ def gather_sdpa_by_sequence(batch: Batch) -> Peer:
             )
             out.append(F.scaled_dot_product_attention(q[s : s + 1], *gathers[0]()))
         return batch.unfold(torch.cat(out))
+
+    return run
+
+
+def as_people_write_it(batch: Batch) -> Peer:
+    """Decode as people write it: index the cache by the block table, SDPA with enable_gqa."""
+    shape = (batch.num_seqs, batch.context, batch.num_kv_heads, batch.q.shape[2])
+
+    def run() -> Tensor:
+        k, v = (c[batch.block_table].reshape(shape).transpose(1, 2) for c in (batch.k_cache, batch.v_cache))
+        return F.scaled_dot_product_attention(batch.q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
 
     return run
 

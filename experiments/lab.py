@@ -14,7 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +40,9 @@ class Experiment(Protocol):
     def answer(self, data: Data) -> str: ...
 
 
-def conduct(name: str, out: Path, config: Any, cells: Iterable[Cell], experiment: Experiment) -> Path:
+def conduct(
+    name: str, out: Path, config: Any, cells: Iterable[Cell], experiment: Experiment, *, at_once: bool = False
+) -> Path:
     """Measures every cell, writes out/name.json and its picture, and prints table, answer and paths.
 
     Rows of a cell that has ended are kept in out/name.json.part: interrupted, the same command goes on from there (with
@@ -45,6 +51,8 @@ def conduct(name: str, out: Path, config: Any, cells: Iterable[Cell], experiment
     Args:
         config: a frozen dataclass; goes into the JSON.
         cells: names that differ, and what returns the rows of each.
+        at_once: whether cells may run beside each other, a process a core: where rows hold counts and virtual time,
+            which no neighbour changes. What measures them must pickle.
 
     Returns the path of the JSON.
 
@@ -56,21 +64,49 @@ def conduct(name: str, out: Path, config: Any, cells: Iterable[Cell], experiment
     unfinished = _Unfinished(out / f"{name}.json.part", asdict(config))
     if unfinished.rows:
         console.print(f"{len(unfinished.rows)} of {len(wanted)} parts are there from an interrupted run")
+    missing = [cell for cell in wanted if cell[0] not in unfinished.rows]
     with progress(name, len(wanted)) as bar:
-        for cell, measure in wanted:
-            if cell not in unfinished.rows:
-                try:
-                    unfinished.add(cell, measure())
-                except KeyboardInterrupt:
-                    bar.stop()
-                    kept = f"{len(unfinished.rows)} of {len(wanted)} parts are kept"
-                    console.print(f"interrupted: {kept}; the same command goes on from there")
-                    raise SystemExit(130) from None
-            bar.advance(bar.task_ids[0])
+        bar.advance(bar.task_ids[0], len(wanted) - len(missing))
+        try:
+            for cell, rows in _beside_each_other(missing) if at_once else _in_turn(missing):
+                unfinished.add(cell, rows)
+                bar.advance(bar.task_ids[0])
+        except KeyboardInterrupt:
+            bar.stop()
+            kept = f"{len(unfinished.rows)} of {len(wanted)} parts are kept"
+            console.print(f"interrupted: {kept}; the same command goes on from there")
+            raise SystemExit(130) from None
     path = save(out, name, asdict(config), [row for cell, _ in wanted for row in unfinished.rows[cell]])
     unfinished.path.unlink(missing_ok=True)
     present(path, experiment)
     return path
+
+
+def _in_turn(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Row]]]:
+    for cell, measure in cells:
+        yield cell, measure()
+
+
+def _beside_each_other(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Row]]]:
+    """Yields cells as they end."""
+    context = multiprocessing.get_context("spawn")  # a fork would copy the thread of the bar, stopped where it was
+    with ProcessPoolExecutor(os.cpu_count(), context, initializer=_be_a_worker) as pool:
+        names = {pool.submit(measure): cell for cell, measure in cells}
+        try:
+            for future in as_completed(names):
+                yield names[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+                process.join()
+            raise
+
+
+def _be_a_worker() -> None:
+    """Leaves Ctrl-C and the screen to the process that waits for this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    harness.is_silent = True
 
 
 def present(path: Path, experiment: Experiment) -> None:

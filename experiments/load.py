@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.harness import Row, parser, print_table, resident_bytes
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
 from radixkv.request import Request, SamplingParams
@@ -121,10 +122,6 @@ def trees(sizes: Sequence[int], seed: int) -> Iterator[tuple[int, dict[str, floa
         yield size, timed, node_bytes
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def cells(config: Config) -> Iterator[Cell]:
     """A cell a kind and size; the trees, each of which grows out of the last, are one."""
     kinds: dict[str, tuple[Callable[[int, int], float], int]] = {
@@ -175,8 +172,7 @@ def show(data: Data) -> None:
 def plot(path: Path) -> Path:
     """Draws time against size, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5))
+    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.5))
     for fit in exponents(rows):
         some = [row for row in rows if row["what"] == fit["what"]]
         axis = axes[int(fit["what"].startswith("tree"))]
@@ -185,10 +181,7 @@ def plot(path: Path) -> Path:
     for axis, title in zip(axes, ("requests, prompt tokens, decodes", "nodes; 2,000 operations"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel="CPU seconds")
         axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:

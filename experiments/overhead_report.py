@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import print_table, pyplot
+from experiments.harness import print_table
 from experiments.lab import Data
+from experiments.plots import finish, pyplot
 
 COLUMNS = {
     "machine": "{machine}",
@@ -32,8 +33,7 @@ def show(data: Data) -> None:
 def plot(path: Path) -> Path:
     """Draws the shares of each run, in percent, stacked."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(9, 0.4 * len(rows) + 1.2))
+    figure, axis = pyplot().subplots(figsize=(9, 0.4 * len(rows) + 1.2))
     labels = [f"{r['machine']}, {r['traffic']}, block {r['block_size']}, {r['num_open']} open" for r in rows]
     left = np.zeros(len(rows))
     for name in ("tree", "scheduler", "plan"):
@@ -44,10 +44,7 @@ def plot(path: Path) -> Path:
     axis.invert_yaxis()
     axis.set_xlabel("% of the run (the paper: 0.3)")
     axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from radixkv.kv_manager import KVManager
 from radixkv.replay import CacheConfig
 from radixkv.scheduler import Scheduler
@@ -111,18 +112,14 @@ def show(data: Data) -> None:
 def plot(path: Path) -> Path:
     """Draws who holds the pool over time, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(rows), figsize=(12, 4), sharey=True)
+    figure, axes = pyplot().subplots(1, len(rows), figsize=(12, 4), sharey=True)
     for axis, row in zip(axes, rows, strict=True):
         held = [row["running_blocks"], row["cached_blocks"], row["free_blocks"]]
         axis.stackplot(row["time_s"], *held, labels=("running requests", "idle prefixes", "free"), alpha=0.8)
         axis.set(title=row["cache"], xlabel="virtual time, s")
     axes[0].set(ylabel="blocks")
     axes[-1].legend(loc="lower right")
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, bars, parser, print_table
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import bars
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager, SequenceBlocks
 from radixkv.request import Request, SamplingParams

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.catalog import ENTRIES, Entry
-from experiments.harness import Cells, dark_plots, recorded_tables
+from experiments.harness import Cells, recorded_tables
+from experiments.plots import dark_plots
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --paper: #fff; --faint: #5d667a; --line: #d9dde6; --panel: #f5f7fa;
@@ -33,7 +34,7 @@ img { max-width: 100%; height: auto; border: 1px solid var(--line); border-radiu
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--faint); padding: .3rem 0; }
 th, td { padding: .2rem .7rem .2rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; }
+th.text, td.text { text-align: left; }
 code { font: .85rem ui-monospace, monospace; background: var(--panel); padding: .1rem .35rem; border-radius: 4px;
   overflow-wrap: anywhere; }
 details summary { cursor: pointer; color: var(--mark); }
@@ -118,11 +119,15 @@ def _table(table: Cells) -> Iterator[str]:
     if is_long:
         yield f"<details><summary>{escape(table.title)}: {len(table.rows)} rows</summary>"
     caption = "" if is_long else f"<caption>{escape(table.title)}</caption>"
+    sides = [' class="text"' if table.is_text(column) else "" for column in range(len(table.headings))]
     yield f'<div class="table" tabindex="0"><table>{caption}<thead><tr>'
-    yield "".join(f'<th scope="col">{escape(heading)}</th>' for heading in table.headings)
+    cells = zip(table.headings, sides, strict=True)
+    yield "".join(f'<th scope="col"{side}>{escape(heading)}</th>' for heading, side in cells)
     yield "</tr></thead><tbody>"
     for row in table.rows:
-        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        yield (
+            "<tr>" + "".join(f"<td{side}>{escape(cell)}</td>" for cell, side in zip(row, sides, strict=True)) + "</tr>"
+        )
     yield "</tbody></table></div>"
     if notes := [note for note in table.notes if note]:
         yield f'<p class="faint">{"<br>".join(map(escape, notes))}</p>'

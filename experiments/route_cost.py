@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from radixkv.cache.events import BlockStored
 from radixkv.routing.policies import CacheAware
 from radixkv.tokens import pack, unpack
@@ -155,8 +156,7 @@ def answer(data: Data) -> str:
 def plot(path: Path) -> Path:
     """Draws the times against what is cached, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axes = plt.subplots()
+    figure, axes = pyplot().subplots()
     for count in sorted({row["num_replicas"] for row in rows}):
         mine = [row for row in rows if row["num_replicas"] == count]
         blocks = [row["num_blocks"] for row in mine]
@@ -167,10 +167,7 @@ def plot(path: Path) -> Path:
         xscale="log", xlabel="cached blocks", ylabel="CPU time, p50 (us)", title="Choosing a replica", ylim=(0, None)
     )
     axes.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

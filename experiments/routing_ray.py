@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, console, fail, print_table, progress, pyplot, save
+from experiments.harness import Row, console, fail, print_table, progress, save
+from experiments.plots import pyplot
 from radixkv.engine import Engine
 from radixkv.request import SamplingParams
 
@@ -179,8 +180,7 @@ def run(num_replicas: int, out: Path, *, smoke: bool = False) -> None:
 
 def plot(rows: list[Row], path: Path) -> Path:
     """Draws hit rate and time to first token of each router."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
+    figure, axes = pyplot().subplots(1, 2, figsize=(7, 3.2))
     for axis, name, title in zip(axes, ("hit_rate", "ttft_p50_ms"), ("hit rate", "TTFT p50 (ms)"), strict=True):
         axis.bar([row["router"] for row in rows], [row[name] for row in rows], 0.5, color=["C7", "C0"])
         axis.set(title=title, ylim=(0, None))

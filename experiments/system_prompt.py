@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, bars, parser, print_table
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import bars
 from radixkv.cache.namespace import Namespace, Salt
 from radixkv.replay import CacheConfig, Replay
 

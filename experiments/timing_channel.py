@@ -19,8 +19,9 @@ from statistics import median
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from radixkv.cache.namespace import Salt
 from radixkv.engine import Engine
 from radixkv.request import SamplingParams
@@ -113,8 +114,7 @@ def _summaries(data: Data) -> list[Row]:
 def plot(path: Path) -> Path:
     """Draws the times of the secret and of the other guesses, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(RULES), figsize=(11, 4), sharey=True)
+    figure, axes = pyplot().subplots(1, len(RULES), figsize=(11, 4), sharey=True)
     for axis, rule in zip(axes, RULES, strict=True):
         mine = [row for row in rows if row["rule"] == rule]
         hit = [row["ttfts_ms"][row["secret"]] for row in mine]
@@ -123,10 +123,7 @@ def plot(path: Path) -> Path:
             axis.hist(values, bins=20, alpha=0.7, label=label, density=True)
         axis.set(title=rule, xlabel="TTFT, ms")
     axes[0].legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:

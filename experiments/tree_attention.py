@@ -18,23 +18,18 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from radixkv_kernels import TreePlan, paged_attention, tree_attention
-from torch import Tensor
 
 from experiments import kernel_peers
-from experiments.harness import Row, parser, print_table, pyplot
-from experiments.kernel_bench import Canary, errors_of, time_sides
-from experiments.kernel_bench import Config as TimingConfig
-from experiments.kernel_peers import Batch, Peer
+from experiments.attention_batches import Batch, Heads, Peer, make_batch, ours
+from experiments.attention_timing import Canary, Timing, errors_of, time_sides
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import draw_bars, finish, pyplot
 
 NAME = "tree_attention"
 
@@ -54,15 +49,8 @@ class Config:
     """Everything that a run depends on."""
 
     cases: tuple[Case, ...]
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    block_size: int = 16
-    samples: int = 9
-    patience_s: float = 60.0
-    canary_slack: float = 1.6
-    clock: str = "wall"
-    """"wall", all threads; or "cpu": CPU time of one thread, which a busy neighbour hardly changes."""
+    heads: Heads = field(default_factory=Heads)
+    timing: Timing = field(default_factory=lambda: Timing(samples=9, patience_s=60.0))
     seed: int = 0
 
 
@@ -74,67 +62,17 @@ FULL = Config(
         for d in DTYPES
     ),
 )
-SMOKE = Config((Case(4, 512, 32, "float32"),), samples=2, patience_s=2.0, canary_slack=9.0)
-
-
-def make_batch(config: Config, case: Case) -> Batch:
-    """Blocks scattered at random; the prefix's are the same of every sequence."""
-    gen = torch.Generator().manual_seed(config.seed)
-    shared, own = case.prefix // config.block_size, case.own // config.block_size
-    total = shared + case.num_seqs * own
-    ids = torch.randperm(total, generator=gen)
-    table = torch.cat((ids[:shared].expand(case.num_seqs, -1), ids[shared:].view(case.num_seqs, own)), 1)
-    dtype = getattr(torch, case.dtype)
-    shape = (total, config.block_size, config.num_kv_heads, config.head_dim)
-    k_cache, v_cache = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
-    q = torch.randn(case.num_seqs, config.num_q_heads, config.head_dim, generator=gen).to(dtype)
-    return Batch(q, k_cache, v_cache, table.contiguous(), 1, case.prefix + case.own)
-
-
-def ours(batch: Batch, *, shared: bool) -> Peer:
-    """Attention with a plan made beforehand (it serves all layers), or without one."""
-    table = batch.block_table.int()
-    lens = torch.full((batch.num_seqs,), batch.context, dtype=torch.int32)
-    cu = torch.arange(batch.num_seqs + 1, dtype=torch.int32)
-    arguments: dict[str, Any] = {"block_table": table, "seq_lens": lens, "cu_seqlens_q": cu}
-    plan = TreePlan.from_block_table(
-        table,
-        lens,
-        cu,
-        block_size=batch.k_cache.shape[1],
-        num_q_heads=batch.q.shape[1],
-        num_kv_heads=batch.num_kv_heads,
-        kv_itemsize=batch.k_cache.itemsize,
-    )
-
-    def run() -> Tensor:
-        if shared:
-            out = tree_attention(batch.q, batch.k_cache, batch.v_cache, plan=plan, **arguments, implementation="torch")
-        else:
-            out = paged_attention(batch.q, batch.k_cache, batch.v_cache, **arguments, implementation="torch")
-        assert isinstance(out, Tensor)
-        return out
-
-    return run
-
-
-def naive(batch: Batch) -> Peer:
-    """What people write: index the cache by the block table, SDPA with enable_gqa."""
-    shape = (batch.num_seqs, batch.context, batch.num_kv_heads, batch.q.shape[2])
-
-    def run() -> Tensor:
-        k, v = (c[batch.block_table].reshape(shape).transpose(1, 2) for c in (batch.k_cache, batch.v_cache))
-        return F.scaled_dot_product_attention(batch.q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
-
-    return run
+SMOKE = Config((Case(4, 512, 32, "float32"),), timing=Timing(samples=2, patience_s=2.0, canary_slack=9.0))
 
 
 def rates(config: Config, batch: Batch) -> dict[str, tuple[Peer, float]]:
     """What this machine can do, with its operations: a square product, and flash attention of as many rows."""
     rows = batch.num_seqs * batch.q.shape[1] // batch.num_kv_heads
-    shape = (1, batch.num_kv_heads, -1, config.head_dim)
-    q = torch.randn(batch.num_kv_heads * rows * config.head_dim).to(batch.q.dtype).view(shape)
-    k, v = torch.randn(2, batch.num_kv_heads * 4096 * config.head_dim).to(batch.q.dtype).view(2, *shape[1:])[:, None]
+    shape = (1, batch.num_kv_heads, -1, config.heads.head_dim)
+    q = torch.randn(batch.num_kv_heads * rows * config.heads.head_dim).to(batch.q.dtype).view(shape)
+    k, v = (
+        torch.randn(2, batch.num_kv_heads * 4096 * config.heads.head_dim).to(batch.q.dtype).view(2, *shape[1:])[:, None]
+    )
     a = torch.randn(1024, 1024)
     flops = 4.0 * q.numel() * 4096
     return {
@@ -145,35 +83,28 @@ def rates(config: Config, batch: Batch) -> dict[str, tuple[Peer, float]]:
 
 def cells(config: Config) -> Iterator[Cell]:
     """A cell a case. Clock "cpu" sets PyTorch to one thread."""
-    if config.clock == "cpu":
+    if config.timing.clock == "cpu":
         torch.set_num_threads(1)
-    canary = Canary(config.canary_slack)
+    canary = Canary(config.timing.canary_slack)
     for case in config.cases:
         yield f"{case.num_seqs} {case.prefix} {case.own} {case.dtype}", partial(measure, config, case, canary)
 
 
 def measure(config: Config, case: Case, canary: Canary) -> list[Row]:
     """One row a side; raises where shared and unshared differ in a bit."""
-    batch = make_batch(config, case)
+    batch = make_batch(config.heads, case.num_seqs, case.own, case.dtype, prefix=case.prefix, seed=config.seed)
     sides = {
         "tree": ours(batch, shared=True),
         "paged": ours(batch, shared=False),
         "gather + SDPA": kernel_peers.gather_sdpa(batch),
         "gather + SDPA by sequence": kernel_peers.gather_sdpa_by_sequence(batch),
-        "naive": naive(batch),
+        "naive": kernel_peers.as_people_write_it(batch),
     }
     if not torch.equal(sides["tree"](), sides["paged"]()):
         raise AssertionError(f"{case}: shared and unshared differ")
     errors = errors_of(batch, sides)
     probes = rates(config, batch)
-    timing = TimingConfig(
-        (),
-        samples=config.samples,
-        patience_s=config.patience_s,
-        canary_slack=config.canary_slack,
-        clock=config.clock,
-    )
-    times = time_sides(timing, sides | {name: probe for name, (probe, _) in probes.items()}, canary)
+    times = time_sides(config.timing, sides | {name: probe for name, (probe, _) in probes.items()}, canary)
     medians = {name: statistics.median(taken) for name, (taken, _) in times.items()}
     n, p, u = case.num_seqs, case.prefix, case.own
     flops = 4.0 * batch.q.numel() * (p + u)
@@ -219,24 +150,18 @@ def show(data: Data) -> None:
 def plot(path: Path) -> Path:
     """Speedup against sharing and prefix length beside the ideal, from the JSON."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(9, 5))
-    cases = list(dict.fromkeys((r["num_seqs"], r["prefix"], r["own"], r["dtype"]) for r in rows))
-    of = {(r["num_seqs"], r["prefix"], r["own"], r["dtype"], r["side"]): r for r in rows}
-    sides = [side for side in dict.fromkeys(r["side"] for r in rows) if side != "tree"]
-    at = np.arange(len(cases))
-    for i, side in enumerate(sides):
-        found = [of[(*case, side)]["tree_is_faster_by"] for case in cases]
-        axes.bar(at + (i - 1.5) * 0.2, found, 0.2, label=f"over {side}")
-    ideal = [of[(*case, "tree")]["ideal"] for case in cases]
-    axes.plot(at, ideal, "_", color="gray", markersize=24, label="bytes: n(P + U) / (P + nU)")
-    axes.set_xticks(at, [f"{n} on {p}+{u}\n{d}" for n, p, u, d in cases], fontsize=6)
+    figure, axes = pyplot().subplots(figsize=(9, 5))
+    times: dict[str, dict[str, float]] = {f"over {r['side']}": {} for r in rows if r["side"] != "tree"}
+    for row in rows:
+        if row["side"] != "tree":
+            case = f"{row['num_seqs']} on {row['prefix']}+{row['own']}\n{row['dtype']}"
+            times[f"over {row['side']}"][case] = row["tree_is_faster_by"]
+    draw_bars(axes, times, fontsize=6)
+    ideal = [row["ideal"] for row in rows if row["side"] == "tree"]
+    axes.plot(range(len(ideal)), ideal, "_", color="gray", markersize=24, label="bytes: n(P + U) / (P + nU)")
     axes.set(yscale="log", ylabel="times as fast")
     axes.legend(fontsize=8)
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:
@@ -257,8 +182,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--patience", type=float, help="seconds a case may take")
     given = options.parse_args(argv)
     config = SMOKE if given.smoke else FULL
-    config = replace(config, clock=given.clock, patience_s=given.patience or config.patience_s)
-    name = NAME + ("_cpu_clock" if config.clock == "cpu" else "")
+    timing = replace(config.timing, clock=given.clock, patience_s=given.patience or config.timing.patience_s)
+    config = replace(config, timing=timing)
+    name = NAME + ("_cpu_clock" if config.timing.clock == "cpu" else "")
     conduct(name, given.out, config, cells(config), sys.modules[__name__])
 
 

@@ -17,7 +17,6 @@ batch.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,10 +27,13 @@ from pathlib import Path
 import numpy as np
 from radixkv_kernels import TreePlan
 
-from experiments.harness import Row, parser, print_table, pyplot, shared_traces
-from experiments.lab import Cell, Data, conduct
+from experiments.harness import Row, parser, shared_traces
+from experiments.lab import Cell, conduct
+from experiments.tree_bytes_report import answer, plot, show
 from experiments.tree_shapes import SHAPES, make_tables
 from experiments.tree_snapshots import Serving, snapshots
+
+__all__ = ["answer", "plot", "show"]  # what shows the rows
 
 NAME = "tree_bytes"
 TRACES = (
@@ -139,86 +141,6 @@ def cells(config: Config) -> Iterator[Cell]:
         yield f"shape {name}", partial(shape_rows, config, name)
     for path in config.traces:
         yield f"trace {Path(path).name}", partial(trace_rows, config, path)
-
-
-MEASURES = ("read", "floor", "all")
-COLUMNS = {
-    "trace": "{tree}",
-    "n": "{num_batches}",
-    "seqs": "{num_seqs:.0f}",
-    "items": "{num_items:.0f}",
-    "logical": "{ideal:.2f}",
-    "read": "{read_of_unique:.3f}",
-    "worst": "{worst_read:.3f}",
-    "floor": "{floor_of_unique:.3f}",
-    " worst": "{worst_floor:.3f}",
-    "+ partials": "{all_of_unique:.3f}",
-    "worst ": "{worst_all:.3f}",
-    "of saved": "{saved}",
-}
-
-
-def show(data: Data) -> None:
-    """Prints a line a tree and trace, and one for all trees and all traces."""
-    shown = []
-    for kind in ("shape", "trace"):
-        rows = [row for row in data["rows"] if row["kind"] == kind]
-        for row in rows:
-            saved = "-" if row["partial_of_saved"] is None else f"{row['partial_of_saved']:.3f}"
-            worst = {f"worst_{of}": row[f"{of}_of_unique"] for of in MEASURES}
-            shown.append({"num_batches": 1, **worst, **row, "saved": saved})
-        if rows:
-            shown.append({"tree": f"all {kind}s", "num_seqs": 0, "num_items": 0, "saved": "-", **_all(rows)})
-    print_table("Bytes of a decode step, over those of the unique KV (group size 4, bfloat16)", COLUMNS, shown)
-
-
-def _all(rows: list[Row]) -> Row:
-    """Means and worst."""
-    means = {
-        key: float(np.mean([row[key] for row in rows])) for key in ("ideal", *(f"{of}_of_unique" for of in MEASURES))
-    }
-    worst = {}
-    for of in MEASURES:
-        key = f"worst_{of}"
-        worst[key] = max(float(row[key] if key in row else row[f"{of}_of_unique"]) for row in rows)
-    return means | worst | {"num_batches": len(rows)}
-
-
-def plot(path: Path) -> Path:
-    """Bytes over unique bytes of each tree and trace, from the JSON."""
-    rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 0.2 * len(rows) + 1.5))
-    at = np.arange(len(rows))
-    read = [row["read_of_unique"] for row in rows]
-    axes.barh(at, read, 0.8, label="KV")
-    axes.barh(at, [r["all_of_unique"] - r["read_of_unique"] for r in rows], 0.8, left=read, label="partial results")
-    axes.set_yticks(at, [row["tree"] for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1, color="gray", linewidth=0.8)
-    axes.set_xlabel("bytes over unique KV bytes")
-    axes.set_xlim(0.9)
-    axes.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
-
-
-def answer(data: Data) -> str:
-    """One sentence."""
-    told = []
-    for kind in ("shape", "trace"):
-        rows = [row for row in data["rows"] if row["kind"] == kind]
-        if rows:
-            a = _all(rows)
-            told.append(
-                f"over {len(rows)} {kind}s {a['read_of_unique']:.2f} times the unique KV (worst {a['worst_read']:.2f}; "
-                f"no plan of whole cells reads less than {a['floor_of_unique']:.2f}, {a['worst_floor']:.2f}) "
-                f"and with partial results {a['all_of_unique']:.2f} ({a['worst_all']:.2f}), where each by "
-                f"itself reads {a['ideal']:.1f}"
-            )
-    return f"A decode step reads {'; '.join(told)}."
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import finish, pyplot
 from radixkv.engine import Engine
 from radixkv.request import SamplingParams
 from radixkv.tree_plans import MODES
@@ -115,18 +116,14 @@ COLUMNS = {
 def plot(path: Path) -> Path:
     """Decode throughput against the shared prefix, a line a mode; from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axes = plt.subplots()
+    figure, axes = pyplot().subplots()
     prefixes = list(dict.fromkeys(row["prefix"] for row in rows))
     for mode in dict.fromkeys(row["mode"] for row in rows):
         axes.plot(range(len(prefixes)), [r["tokens_per_s"] for r in rows if r["mode"] == mode], "o-", label=mode)
     axes.set_xticks(range(len(prefixes)), [f"{p:,}" for p in prefixes])
     axes.set(xlabel="tokens that all requests share", ylabel="decoded tokens a second", ylim=(0, None))
     axes.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def show(data: Data) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from experiments.harness import Row, parser, print_table, pyplot
+from experiments.harness import Row, parser, print_table
 from experiments.lab import Cell, Data, conduct
+from experiments.plots import draw_bars, finish, pyplot
 from radixkv.replay import CacheConfig, Replay
 from radixkv.workloads import open_workload
 
@@ -87,22 +88,14 @@ def show(data: Data) -> None:
 def plot(path: Path) -> Path:
     """Draws the hit rate of each workload, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
-    plt = pyplot()
-    figure, axis = plt.subplots()
-    names = list(dict.fromkeys(row["workload"] for row in rows))
-    for i, (cache, block_size) in enumerate(CACHES):
-        rates = [
-            next(r["hit_rate"] for r in rows if (r["workload"], r["cache"], r["block_size"]) == (n, cache, block_size))
-            for n in names
-        ]
-        axis.bar([at + (i - 1.5) * 0.2 for at in range(len(names))], rates, 0.2, label=f"{cache} {block_size}")
-    axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    figure, axis = pyplot().subplots()
+    rates: dict[str, dict[str, float]] = {f"{row['cache']} {row['block_size']}": {} for row in rows}
+    for row in rows:
+        rates[f"{row['cache']} {row['block_size']}"][row["workload"]] = row["hit_rate"]
+    draw_bars(axis, rates, rotation=30, ha="right")
     axis.set(ylabel="hit rate", title="What traffic is worth to a prefix cache")
     axis.legend()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
-    plt.close(figure)
-    return picture
+    return finish(figure, path)
 
 
 def answer(data: Data) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import compare, index_cost
+from experiments import compare, compare_options, index_cost
 
 FIELDS = [
     "trace",
@@ -101,7 +101,7 @@ def test_equal_names_are_told_apart(tmp_path):
 def test_pools_of_the_embedded_workload_are_of_equal_tokens(tmp_path):
     rows = run(tmp_path, "--limit", "20", "--cache", "radix")
     pools = {(row["num_blocks"] or 0) * row["block_size"] for row in rows}
-    assert pools == {0, *compare.EMBEDDED_POOLS}
+    assert pools == {0, *compare_options.EMBEDDED_POOLS}
     optimum = [row["share_of_optimum"] for row in rows if row["num_blocks"] is None]
     assert optimum == [1, 1]
     whole = run(tmp_path, "--limit", "20", "--cache", "null", "radix", "--partial-blocks", "off", "--block-size", "128")

@@ -1,16 +1,19 @@
 """Experiments as one lab: cells that survive an interruption, a catalog, a page of results."""
 
 import json
+import multiprocessing
+import operator
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from experiments import catalog, work_savings
+from experiments import catalog, harness, work_savings
 from experiments.__main__ import main
 from experiments.harness import recorded_tables
 from experiments.lab import conduct
@@ -94,6 +97,35 @@ def test_a_failure_keeps_what_was_measured(tmp_path):
     again = Doubling()
     run(again, tmp_path)
     assert again.measured == [3]
+
+
+def double(size):
+    return [{"size": size, "doubled": 2 * size, "silent": harness.is_silent}]
+
+
+class Beside(Doubling):
+    """Cells that pickle, for processes beside each other."""
+
+    def cells(self, config):
+        for size in config.sizes:
+            yield f"size {size}", partial(double, size)
+
+
+def test_cells_run_beside_each_other(tmp_path):
+    config = Config((5, 1, 4, 2))
+    path = conduct("doubling", tmp_path, config, Beside().cells(config), Beside(), at_once=True)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["doubled"] for row in rows] == [10, 2, 8, 4]
+    assert all(row["silent"] for row in rows) and not harness.is_silent
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_failure_beside_others_is_told(tmp_path):
+    config = Config((1, "x", 3))
+    cells = [(str(size), partial(operator.truediv, 6, size)) for size in config.sizes]
+    with pytest.raises(TypeError):
+        conduct("doubling", tmp_path, config, cells, Beside(), at_once=True)
+    assert not multiprocessing.active_children()
 
 
 # ---- the catalog

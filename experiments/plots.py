@@ -1,0 +1,92 @@
+"""How plots look, light and dark, and the bars that several experiments draw."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+try:
+    import matplotlib
+except ImportError as error:
+    raise ImportError(f"the experiments need {error.name}: pip install 'radixkv[experiments]'") from error
+
+_is_dark = False
+
+
+@contextmanager
+def dark_plots() -> Iterator[None]:
+    """While the block runs, plots are drawn light on dark."""
+    global _is_dark
+    _is_dark = True
+    try:
+        yield
+    finally:
+        _is_dark = False
+
+
+def pyplot() -> Any:
+    """Returns matplotlib's pyplot, without a display, in this package's look."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcdefaults()
+    ink, paper = ("#e6e9f0", "#14171e") if _is_dark else ("#1d2330", "#ffffff")
+    plt.rcParams.update(
+        {
+            "figure.facecolor": paper,
+            "axes.facecolor": paper,
+            "savefig.facecolor": paper,
+            "text.color": ink,
+            "axes.labelcolor": ink,
+            "axes.edgecolor": ink,
+            "xtick.color": ink,
+            "ytick.color": ink,
+            "figure.figsize": (8, 4.5),
+            "figure.dpi": 130,
+            "savefig.bbox": "tight",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.25,
+            "legend.frameon": False,
+            "font.size": 10,
+        }
+    )
+    return plt
+
+
+def finish(figure: Any, path: Path) -> Path:
+    """Writes a figure beside its JSON, closes it, and returns the picture's path."""
+    from matplotlib import pyplot as plt
+
+    picture = path.with_suffix(".png")
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
+
+
+def draw_bars(axis: Any, heights: Mapping[str, Mapping[Any, float]], **ticks: Any) -> list[Any]:
+    """Draws groups of bars: a series a key, in it a height for each group that it has; returns the groups.
+
+    Args:
+        ticks: how the groups' names look, as `set_xticks` takes it.
+    """
+    groups = list(dict.fromkeys(group for series in heights.values() for group in series))
+    width = 0.8 / len(heights)
+    for i, (name, series) in enumerate(heights.items()):
+        places = [groups.index(group) + (i - (len(heights) - 1) / 2) * width for group in series]
+        axis.bar(places, list(series.values()), width, label=name)
+    axis.set_xticks(range(len(groups)), [str(group) for group in groups], **ticks)
+    return groups
+
+
+def bars(path: Path, across: str, series: str, value: str, ylabel: str, title: str) -> Path:
+    """Draws groups of bars beside a JSON of rows: a group for each `across`, a bar for each `series`."""
+    rows = json.loads(path.read_text())["rows"]
+    figure, axis = pyplot().subplots()
+    names = dict.fromkeys(row[series] for row in rows)
+    draw_bars(axis, {str(name): {row[across]: row[value] for row in rows if row[series] == name} for name in names})
+    axis.set(xlabel=across.replace("_", " "), ylabel=ylabel, title=title)
+    axis.legend()
+    return finish(figure, path)
