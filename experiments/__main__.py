@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from rich.text import Text
 
 from experiments.catalog import ENTRIES, find
 from experiments.harness import console, fail
+from experiments.lab import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,16 +65,25 @@ def run_all(out: Path, *, smoke: bool, again: bool) -> None:
         if not again and (out / f"{entry.name}.json").exists():
             continue
         console.rule(f"{number} of {len(ENTRIES)}: {entry.name}", align="left")
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), cpu_s()
         options = ("--smoke",) if smoke else entry.report
         try:
             entry.load().main([*options, "--out", str(out)])
+        except SystemExit as error:
+            if error.code == INTERRUPTED:
+                raise
+            failed.append(entry.name)
         except Exception as error:
             console.print(f"{entry.name} failed: {type(error).__name__}: {error}", style="red", markup=False)
             failed.append(entry.name)
-        console.print(f"{time.perf_counter() - started:.0f} s", style="dim")
+        console.print(f"{time.perf_counter() - started:.0f} s, {cpu_s() - worked:.0f} s of CPU time", style="dim")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def cpu_s() -> float:
+    """Returns the CPU seconds of this process, and of those that it waited for."""
+    return sum(os.times()[:4])
 
 
 def list_all(out: Path) -> None:

@@ -68,7 +68,7 @@ ENTRIES = (
     Entry("index_cost", INDEX, 30),
     Entry("hash_choice", INDEX, 5),
     Entry("overhead", INDEX, 60),
-    Entry("chat", SERVING, 120),
+    Entry("chat", SERVING, 80, ("--rates", "4", "8")),
     Entry("prefix_memory", SERVING, 20),
     Entry("timing_channel", SERVING, 60),
     Entry("publish_timing", SERVING, 2),

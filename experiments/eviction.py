@@ -150,9 +150,9 @@ def answer(data: Data) -> str:
         return f"lru is within .02 of the offline bound in all {found['num_rows']} pools."
     shares = ", ".join(f"{share:.0%} on {trace}" for trace, share in closes.items())
     return (
-        f"Of what lru hits less than an eviction that knows the future, knowing {data['config']['num_waiting']} waiting "
-        f"requests wins back {shares}; the best policy that knows only the past, {best}, changes the hit rate by "
-        f"{found[best + ' mean']:+.3f} on average ({found[best + ' worst']:+.3f} at worst)."
+        f"Of what lru misses against an eviction that knows the future, knowing {data['config']['num_waiting']} "
+        f"waiting requests wins back {shares}; the best policy that knows only the past, {best}, changes the hit rate "
+        f"by {found[best + ' mean']:+.3f} on average ({found[best + ' worst']:+.3f} at worst)."
     )
 
 

@@ -27,6 +27,7 @@ from experiments import harness
 from experiments.harness import Row, console, environment, git, progress, save
 
 Cell = tuple[str, Callable[[], list[Row]]]
+INTERRUPTED = 130  # exit code, as a shell has it of SIGINT
 Data = dict[str, Any]  # what an experiment's JSON holds: config, environment, rows
 
 
@@ -75,7 +76,7 @@ def conduct(
             bar.stop()
             kept = f"{len(unfinished.rows)} of {len(wanted)} parts are kept"
             console.print(f"interrupted: {kept}; the same command goes on from there")
-            raise SystemExit(130) from None
+            raise SystemExit(INTERRUPTED) from None
     path = save(out, name, asdict(config), [row for cell, _ in wanted for row in unfinished.rows[cell]])
     unfinished.path.unlink(missing_ok=True)
     present(path, experiment)
