@@ -27,12 +27,13 @@ from experiments.lab import INTERRUPTED
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
+    names = [entry.name for entry in ENTRIES]
     if given and not given[0].startswith("-"):
         entry = find(given[0])
         if entry:
             entry.load().main(given[1:])
         else:
-            fail(f"NAME: expected one of {', '.join(each.name for each in ENTRIES)}, got {given[0]!r}")
+            fail(f"NAME: expected one of {', '.join(names)}, got {given[0]!r}")
         return
     options = argparse.ArgumentParser(
         prog="python -m experiments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,20 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     what = options.add_mutually_exclusive_group()
     what.add_argument("--smoke", action="store_true", help="run all of them at their smallest, into DIR/smoke")
     what.add_argument("--report", action="store_true", help="run what has no results in DIR, and write DIR/report.html")
+    options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="these alone, of them")
     options.add_argument("--again", action="store_true", help="with --report: run all of them anew")
     chosen = options.parse_args(given)
     if chosen.smoke:
-        run_all(chosen.out / "smoke", smoke=True, again=True)
+        run_all(chosen.only, chosen.out / "smoke", smoke=True, again=True)
     elif chosen.report:
         from experiments.report import write_report
 
-        run_all(chosen.out, smoke=False, again=chosen.again)
+        run_all(chosen.only, chosen.out, smoke=False, again=chosen.again)
         console.print(write_report(chosen.out), highlight=False)
     else:
         list_all(chosen.out)
 
 
-def run_all(out: Path, *, smoke: bool, again: bool) -> None:
+def run_all(names: Sequence[str], out: Path, *, smoke: bool, again: bool) -> None:
     """Runs the experiments one after the other, each as its command would.
 
     Raises:
@@ -62,7 +64,7 @@ def run_all(out: Path, *, smoke: bool, again: bool) -> None:
     """
     failed = []
     for number, entry in enumerate(ENTRIES, 1):
-        if not again and (out / f"{entry.name}.json").exists():
+        if entry.name not in names or (not again and (out / f"{entry.name}.json").exists()):
             continue
         console.rule(f"{number} of {len(ENTRIES)}: {entry.name}", align="left")
         started, worked = time.perf_counter(), cpu_s()

@@ -41,6 +41,7 @@ def environment() -> Row:
         "machine": platform.machine(),
         "processor": _processor(),
         "num_cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),  # who else was at work: above num_cores, times say little
         "device": "cpu",
     }
 
@@ -135,9 +136,8 @@ def print_table(title: str, columns: Mapping[str, str], rows: Iterable[Row], not
     if _recorded is not None:
         _recorded.append(cells)
         return
-    table = Table(
-        title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE, padding=(0, 1)
-    )
+    console.print(f"\n{title}", style="bold", highlight=False, markup=False)  # a table's own title wraps at its width
+    table = Table(header_style="bold", box=SIMPLE, padding=(0, 1))
     for column, heading in enumerate(columns):
         justify: Literal["left", "right"] = "left" if cells.is_text(column) else "right"
         table.add_column(heading, justify=justify, no_wrap=True, overflow="fold")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from experiments.catalog import ENTRIES, Entry
+from experiments.catalog import ENTRIES, Entry, find
 from experiments.harness import Cells, recorded_tables
 from experiments.plots import dark_plots
+from experiments.summary import buys, costs, workloads
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --paper: #fff; --faint: #5d667a; --line: #d9dde6; --panel: #f5f7fa;
@@ -69,12 +71,20 @@ def _head() -> Iterator[str]:
 
 
 def _summary(out: Path) -> Iterator[str]:
-    """The answers of all that was run."""
-    yield '<section class="summary" id="summary"><h2>In short</h2><ul>'
-    for entry in ENTRIES:
-        data = _data(entry, out)
-        if data is not None:
-            yield f'<li><a href="#{entry.name}">{entry.name}</a>: {escape(entry.load().answer(data))}</li>'
+    """What radix buys over the flat hash, over which workloads, at what price; then the answers of all that was run."""
+    results = {entry.name: data for entry in ENTRIES if (data := _data(entry, out)) is not None}
+    yield '<section class="summary" id="summary"><h2>In short</h2>'
+    for heading, sentences in (("What it buys over the flat hash", buys(results)), ("At what price", costs(results))):
+        if told := list(sentences):
+            yield f"<h3>{heading}</h3>" + "".join(f"<p>{escape(sentence)}</p>" for sentence in told)
+        if heading.startswith("What") and (table := workloads(results)):
+            yield "<h3>Over which workloads</h3>"
+            yield from _table(table)
+    yield "<h3>Every answer</h3><ul>"
+    for name, data in results.items():
+        entry = find(name)
+        assert entry is not None
+        yield f'<li><a href="#{name}">{name}</a>: {escape(entry.load().answer(data))}</li>'
     yield "</ul></section>"
 
 
@@ -102,16 +112,29 @@ def _experiment(entry: Entry, out: Path) -> Iterator[str]:
         module.show(data)
     for table in tables:
         yield from _table(table)
-    yield "<details><summary>What was expected, and how to run it</summary>"
-    yield f"<p>{escape(entry.expectation)}</p><p><code>{escape(entry.command)}</code></p>"
-    where = data["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    yield (
-        f'<p class="faint">{escape(where["time_utc"])}, commit {escape(where["commit"])}'
-        f"{' with changes' if where['dirty'] else ''}; {escape(where['processor'])}, {where['num_cores']} cores; "
-        f"Python {escape(where['python'])}, {escape(versions)}. Config: "
-        f"<code>{escape(json.dumps(data['config']))}</code></p></details></section>"
-    )
+    yield f'<p class="faint"><code>{escape(entry.command)}</code>{_other_sizes(entry)}</p>'
+    yield "<details><summary>What was expected, and where it ran</summary>"
+    yield "".join(f"<p>{_prose(paragraph)}</p>" for paragraph in entry.expectation.split("\n\n"))
+    yield f'<p class="faint">{escape(_where(data["environment"]))}</p>'
+    yield f'<p class="faint">Config: <code>{escape(json.dumps(data["config"]))}</code></p></details></section>'
+
+
+def _other_sizes(entry: Entry) -> str:
+    return f": shortened; all of it: <code>python -m experiments {entry.name}</code>" if entry.report else ""
+
+
+def _prose(text: str) -> str:
+    """What docstrings have in backticks becomes code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+def _where(environment: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    commit = environment["commit"] + (" with changes" if environment["dirty"] else "")
+    machine = f"{environment['processor']}, {environment['num_cores']} cores"
+    if "load_average" in environment:
+        machine += f", load {environment['load_average']} at the end"
+    return f"{environment['time_utc']}, commit {commit}; {machine}; Python {environment['python']}, {versions}"
 
 
 def _table(table: Cells) -> Iterator[str]:

@@ -22,7 +22,6 @@ FORMATS = (CONVERSATIONS, REQUESTS, MOONCAKE, BAILIAN, AZURE)
 # What only a log of single requests has beside `messages`.
 _REQUEST_KEYS = ("output", "output_token_ids", "response", "session", "timestamp", "cache_salt")
 _FOREIGN_STARTS = {
-    b"\x1f\x8b": "gzip; decompress it first",
     b"\x28\xb5\x2f\xfd": "zstd; decompress it first",
     b"PK\x03\x04": "a zip archive; unpack it first",
     b"PAR1": "Parquet; export it as JSONL first",

@@ -4,10 +4,15 @@ A source yields `Record`s in file order and can read one again from its offset, 
 needs an index of offsets in memory and never the file. Called by `radixkv.workloads.trace` alone.
 """
 
+import gzip
 import json
 import re
+import shutil
+import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +23,7 @@ MAX_RECORD_BYTES = 64 * 2**20
 _BUFFER_BYTES = 2**20
 _CHUNK_BYTES = 2**20
 _UTF8_BOM = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 # How far before the end of the buffer a decoding error may point and still be explained by the buffer's end.
@@ -211,13 +217,32 @@ class _TextBuffer:
 
 
 def open_binary(path: Path) -> BinaryIO:
-    """Opens a regular file. Raises TraceError if it is none or can't be opened."""
+    """Opens a regular file, or what gzip packed into it. Raises TraceError if it is none or can't be opened."""
     if not path.is_file():
         raise TraceError(path, "", "no such file" if not path.exists() else "not a regular file")
     try:
-        return path.open("rb", buffering=_BUFFER_BYTES)
+        file = path.open("rb", buffering=_BUFFER_BYTES)
+        is_packed = file.read(2) == _GZIP
+        file.seek(0)
+        if not is_packed:
+            return file
+        file.close()
+        status = path.stat()
+        return Path(_unpacked(path, status.st_mtime_ns, status.st_size).name).open("rb", buffering=_BUFFER_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(path, "", f"no whole gzip file: {error}") from None
     except OSError as error:
         raise TraceError(path, "", f"can't be opened: {error.strerror}") from None
+
+
+@lru_cache(maxsize=8)
+def _unpacked(path: Path, mtime_ns: int, size_bytes: int) -> "tempfile._TemporaryFileWrapper[bytes]":
+    """Unpacks a gzip file, as records are read by their offsets; it goes when nobody knows it any more."""
+    unpacked = tempfile.NamedTemporaryFile()  # noqa: SIM115  it stays as long as this cache
+    with gzip.open(path) as file:
+        shutil.copyfileobj(file, unpacked, _BUFFER_BYTES)
+    unpacked.flush()
+    return unpacked
 
 
 def _read_again(path: Path, unit: str, number: int, offset: int, size_bytes: int) -> Record:

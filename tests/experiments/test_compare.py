@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import compare, compare_options, index_cost
+from experiments import compare, compare_options, compare_replay, index_cost
 
 FIELDS = [
     "trace",
@@ -51,7 +51,7 @@ def test_the_embedded_workload_by_default(tmp_path, capsys):
 
 
 def test_then_the_engine_serves_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare, "SERVED_REQUESTS", 4)
+    monkeypatch.setattr(compare_replay, "SERVED_REQUESTS", 4)
     compare.main(["--limit", "5", "--out", str(tmp_path)])
     serving = json.loads((tmp_path / "compare.json").read_text())["serving"]
     assert [row["cache"] for row in serving] == ["null", "flat_hash", "radix"]

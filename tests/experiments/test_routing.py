@@ -22,7 +22,7 @@ def test_routers_on_the_chat(tmp_path, capsys):
             assert row["hit_rate"] < one["hit_rate"] and 1 <= row["load_ratio"] <= 8
     assert path.with_suffix(".png").stat().st_size
     shown = capsys.readouterr().out
-    assert "cache_aware" in shown and "keeps" in shown
+    assert "cache_aware" in shown and "survive" in shown
 
 
 def test_the_cost_of_a_decision(tmp_path, capsys):

@@ -16,7 +16,7 @@ from tests.workloads.trace_files import conversation, write_lines
     [
         (b"", "no record in it"),
         (b"\n \r\n", "no record in it"),
-        (b"\x1f\x8b\x08abc", "this is gzip"),
+        (b"\x1f\x8b\x08abc", "no whole gzip file"),
         (b"\xff\xfe{\x00}\x00", "this is UTF-16"),
         (b"PAR1", "this is Parquet"),
         (b"\x7fELF\x02\x01\x00\x00\n", "line 1: no JSON"),

@@ -1,5 +1,6 @@
 """Records come out of files whole, numbered and re-readable, or with an error that says why not."""
 
+import gzip
 import json
 import tracemalloc
 
@@ -135,3 +136,24 @@ def test_a_file_that_shrinks_under_the_reading(tmp_path, source):
     path.write_text("")
     with pytest.raises(TraceError, match="became shorter"):
         source(path).read(record.number, record.offset, record.size_bytes)
+
+
+# ---- gzip
+
+
+def test_a_packed_file_reads_as_what_is_in_it(tmp_path):
+    lines = b"".join(b'{"n": %d}\n' % n for n in range(3000))
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    assert [record.json()["n"] for record in Lines(path)] == list(range(3000))
+    assert reread(Lines(path)) == [line + "\n" for line in lines.decode().splitlines()]
+    path.write_bytes(gzip.compress(b"[1, 2]"))  # the same name, another content
+    assert [record.json() for record in JsonArray(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:40] + b"\0\0\0" + data[43:]])
+def test_a_packed_file_that_is_damaged_is_an_error(tmp_path, damage):
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(json.dumps([{"n": n * n} for n in range(500)]).encode())))
+    with pytest.raises(TraceError, match="gzip"):
+        list(Lines(path))
