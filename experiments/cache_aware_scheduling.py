@@ -25,7 +25,7 @@ from experiments.harness import Row, parser, print_table, progress
 from experiments.lab import Cell, Data, conduct
 from experiments.paper_workloads import PAPER_WORKLOADS
 from experiments.plots import draw_bars, finish, pyplot
-from experiments.trace_sets import available, is_conversation, requests_of
+from experiments.trace_sets import available, is_conversation, sample_of
 from radixkv.cache.radix import RadixCache
 from radixkv.kv_manager import KVManager
 from radixkv.replay import CacheConfig, Replay
@@ -45,9 +45,6 @@ ORDERS = {
     "depth aged": ("depth_first", 256, False),
     "depth queue": ("depth_first", UNBOUNDED, True),
 }
-# Bytes as tokens: as many requests, or whole conversations, as take minutes and not hours.
-LIMITS = {"mooncake": 200, "tot_game24": 1_500}
-NUM_SESSIONS = {"tau_bench_airline": 100, "mtbench101": 400, "mini_swe_agent": 10}
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,7 @@ def load(name: str, config: Config) -> tuple[list[TraceRequest], bool]:
     if name in PAPER_WORKLOADS:
         requests = list(PAPER_WORKLOADS[name](np.random.default_rng(config.seed)))
     else:
-        requests = list(requests_of(name, LIMITS.get(name)))
-        if name in NUM_SESSIONS:
-            chosen = set(list(dict.fromkeys(request.session for request in requests))[: NUM_SESSIONS[name]])
-            requests = [request for request in requests if request.session in chosen]
+        requests = sample_of(name)
     has_turns = name in PAPER_WORKLOADS and requests[0].session is not None
     return requests, has_turns or is_conversation(name)
 
@@ -181,10 +175,15 @@ def answer(data: Data) -> str:
     short = sorted({r["workload"] for r in data["rows"] if r["order"] == best["order"] and r["share"] < 0.96})
     return (
         f"{best['all']:.1%} of the hits that are possible (mean of {len(data['rows']) // len(ORDERS)} workloads, "
-        f"{best['all worst']:.1%} at worst) with the best order, {best['order']}, {aged['all']:.1%} with the "
-        f"default, and {first['all']:.1%} first come, first served"
+        f"{best['all worst']:.1%} at worst) with the best order, {_words(best['order'])}, {aged['all']:.1%} with the "
+        f"default, {first['all']:.1%} first come, first served"
         f"{'; the best is below 96% on ' + ', '.join(short) if short else ''}."
     )
+
+
+def _words(name: str) -> str:
+    order, _, queue_aware = ORDERS[name]
+    return order.replace("_", " ") + (" first and queue-aware eviction" if queue_aware else " first")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -112,21 +112,23 @@ def show(data: Data) -> None:
 
 
 def answer(data: Data) -> str:
-    """One sentence: what radix computes less than the flat hash, at the largest pool, over all traces."""
+    """One sentence: what radix computes less than the flat hash, from the least to the most over traces and pools."""
     by = {(row["trace"], row["cache"], row["block_size"], row["num_blocks"]): row for row in data["rows"]}
     told = []
     for size in dict.fromkeys(row["block_size"] for row in data["rows"]):
-        pairs = [
-            (row, by[trace, "radix", size, blocks])
+        saved = [
+            1 - by[trace, "radix", size, blocks]["num_computed_tokens"] / row["num_computed_tokens"]
             for (trace, cache, block_size, blocks), row in by.items()
             if (cache, block_size) == ("flat_hash", size) and (trace, "radix", size, blocks) in by
+            if row["num_computed_tokens"]
         ]
-        computed = [sum(row["num_computed_tokens"] for row in side) for side in zip(*pairs, strict=True)]
-        if computed and computed[0]:
-            told.append(f"{1 - computed[1] / computed[0]:.1%} fewer tokens at blocks of {size}")
+        if saved:
+            least, most = f"{min(saved):.1%}", f"{max(saved):.1%}"
+            told.append(f"{least if least == most else f'{least} to {most}'} fewer at blocks of {size}")
     if not told:
         return "Nothing to compare: it needs radix and flat_hash at one block size."
-    return f"Over all traces and pools here a radix tree computes {', '.join(told)} than the flat hash."
+    traces = ", ".join(dict.fromkeys(row["trace"] for row in data["rows"]))
+    return f"{'; '.join(told)}: so many prompt tokens less does a radix tree compute than the flat hash ({traces})."
 
 
 def plot(path: Path) -> Path:

@@ -61,15 +61,15 @@ def answer(data: Data) -> str:
     found = {row["cache"]: row for row in summary(part(data, "distances")) if row["block_size"] == 16}
     flat, partial = found["flat hash"], found["radix, partial blocks"]
     text = (
-        f"With blocks of 16 a request computes {flat['mean']:.1f} tokens again in the mean over d, "
-        f"{flat['most']:.0f} at most, with partial blocks {partial['most']:.0f}"
+        f"{flat['mean']:.1f} tokens are computed again where requests part inside a block of 16 (mean; "
+        f"{flat['most']:.0f} at most), {partial['most']:.0f} with partial blocks"
     )
     worth = [
-        f"{row['over_least']:.2f} times the least on {row['trace']}"
+        f"{row['over_least']:.2f} times as many on {row['trace']}"
         for row in part(data, "traces")
         if row["block_size"] == 16 and row["cache"] == "flat hash"
     ]
-    return f"{text}; without them prompts compute {' and '.join(worth)}." if worth else f"{text}."
+    return f"{text}; without them real traces compute {' and '.join(worth)}." if worth else f"{text}."
 
 
 def plot(path: Path) -> Path:

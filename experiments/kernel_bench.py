@@ -154,19 +154,19 @@ def plot(path: Path) -> Path:
 
 
 def answer(data: Data) -> str:
-    """One sentence: medians over those of the best of what the question names."""
+    """One sentence: the speed of each case over that of the best of what the question names, by medians."""
     told = []
     for kind, dtype in dict.fromkeys((row["kind"], row["dtype"]) for row in data["rows"]):
-        ratios = []
         mine = [row for row in data["rows"] if (row["kind"], row["dtype"]) == (kind, dtype)]
+        ratios = []
         for context in dict.fromkeys(row["context"] for row in mine):
             times = {row["side"]: row["median_s"] for row in mine if row["context"] == context}
             best = min(taken for side, taken in times.items() if side not in (OURS, BY_SEQUENCE))
-            ratios.append(best / times[OURS])
-        told.append(f"{kind} in {dtype} {' and '.join(f'{ratio:.2f}' for ratio in ratios)} times")
+            ratios.append(f"{best / times[OURS]:.2f} on {context:,} tokens")
+        told.append(f"{kind} in {dtype} {' and '.join(ratios)}")
     quiet = all(row["quiet"] for row in data["rows"])
     mood = "" if quiet else " (the machine was never quiet for some of it)"
-    return f"The speed of the best that one would write: {', '.join(told)}{mood}."
+    return f"Times the speed of the best plain torch: {'; '.join(told)}{mood}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """How plots look, light and dark, and the bars that several experiments draw."""
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,10 @@ def pyplot() -> Any:
             "axes.spines.right": False,
             "axes.grid": True,
             "grid.alpha": 0.25,
-            "legend.frameon": False,
+            "axes.axisbelow": True,
+            "legend.frameon": True,  # what is drawn below a legend is not to be read through it
+            "legend.facecolor": paper,
+            "legend.edgecolor": paper,
             "font.size": 10,
         }
     )
@@ -77,7 +81,7 @@ def draw_bars(axis: Any, heights: Mapping[str, Mapping[Any, float]], **ticks: An
     for i, (name, series) in enumerate(heights.items()):
         places = [groups.index(group) + (i - (len(heights) - 1) / 2) * width for group in series]
         axis.bar(places, list(series.values()), width, label=name)
-    axis.set_xticks(range(len(groups)), [str(group) for group in groups], **ticks)
+    axis.set_xticks(range(len(groups)), [textwrap.fill(str(group), 14) for group in groups], **ticks)
     return groups
 
 

@@ -34,7 +34,7 @@ nav ul { columns: 16rem; padding-left: 1.1rem; margin: .3rem 0; } nav li { break
 section.summary { background: var(--panel); border-radius: 8px; padding: .2rem 1.2rem 1rem; }
 img { max-width: 100%; height: auto; border: 1px solid var(--line); border-radius: 6px; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--faint); padding: .3rem 0; }
+.caption { color: var(--faint); font-size: .88rem; margin: .9rem 0 .1rem; }
 th, td { padding: .2rem .7rem .2rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th.text, td.text { text-align: left; }
 code { font: .85rem ui-monospace, monospace; background: var(--panel); padding: .1rem .35rem; border-radius: 4px;
@@ -42,6 +42,7 @@ code { font: .85rem ui-monospace, monospace; background: var(--panel); padding: 
 details summary { cursor: pointer; color: var(--mark); }
 """
 _LONG = 24  # rows of a table before it is folded
+_MANY = 4  # notes below one
 
 
 def write_report(out: Path) -> Path:
@@ -141,9 +142,10 @@ def _table(table: Cells) -> Iterator[str]:
     is_long = len(table.rows) > _LONG
     if is_long:
         yield f"<details><summary>{escape(table.title)}: {len(table.rows)} rows</summary>"
-    caption = "" if is_long else f"<caption>{escape(table.title)}</caption>"
+    else:
+        yield f'<p class="caption">{escape(table.title)}</p>'
     sides = [' class="text"' if table.is_text(column) else "" for column in range(len(table.headings))]
-    yield f'<div class="table" tabindex="0"><table>{caption}<thead><tr>'
+    yield f'<div class="table" tabindex="0"><table aria-label="{escape(table.title)}"><thead><tr>'
     cells = zip(table.headings, sides, strict=True)
     yield "".join(f'<th scope="col"{side}>{escape(heading)}</th>' for heading, side in cells)
     yield "</tr></thead><tbody>"
@@ -153,7 +155,8 @@ def _table(table: Cells) -> Iterator[str]:
         )
     yield "</tbody></table></div>"
     if notes := [note for note in table.notes if note]:
-        yield f'<p class="faint">{"<br>".join(map(escape, notes))}</p>'
+        lines = f'<p class="faint">{"<br>".join(map(escape, notes))}</p>'
+        yield f"<details><summary>In words</summary>{lines}</details>" if len(notes) > _MANY else lines
     if is_long:
         yield "</details>"
 

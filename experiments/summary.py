@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from experiments import compare_report
 from experiments.harness import Cells, Row
 from experiments.lab import Data
 
@@ -12,18 +13,7 @@ Results = Mapping[str, Data]  # of the experiments that were run, by name
 def buys(results: Results) -> Iterator[str]:
     """Sentences on tokens that are not computed any more."""
     if "compare" in results:
-        rows = results["compare"]["rows"]
-        told = []
-        for size in dict.fromkeys(row["block_size"] for row in rows):
-            flat, tree = (
-                sum(r["num_computed_tokens"] for r in rows if (r["cache"], r["block_size"]) == (cache, size))
-                for cache in ("flat_hash", "radix")
-            )
-            if flat and tree:
-                told.append(f"{1 - tree / flat:.1%} fewer at blocks of {size}")
-        if told:
-            traces = ", ".join(dict.fromkeys(row["trace"] for row in rows))
-            yield f"Prompt tokens still to be computed, against a flat hash of blocks, on {traces}: {', '.join(told)}."
+        yield compare_report.answer(results["compare"])
     if "divergence" in results:
         again = {
             row["block_size"]: row["again_per_request"]

@@ -128,8 +128,9 @@ def plot(path: Path) -> Path:
 
 def answer(data: Data) -> str:
     """One sentence."""
-    told = [f"{row['rule']}: {row['right']} of {row['rounds']} guesses right" for row in _summaries(data)]
-    return f"{'; '.join(told)} (chance {1 / data['config']['num_secrets']:.0%})."
+    told = [f"{row['right']} of {row['rounds']} with {row['rule']}" for row in _summaries(data)]
+    chance = 1 / data["config"]["num_secrets"]
+    return f"By the clock another tenant's secret is guessed right in {', '.join(told)} ({chance:.0%} by chance)."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

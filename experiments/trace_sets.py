@@ -37,6 +37,20 @@ def requests_of(name: str, limit: int | None = None) -> Iterator[TraceRequest]:
     return iter(open_trace(TRACES / FILES[name], limit=limit))
 
 
+# As many requests, or whole conversations, with bytes as tokens, as are served in seconds and not in minutes.
+LIMITS = {"mooncake": 200, "tot_game24": 1_500}
+NUM_SESSIONS = {"tau_bench_airline": 100, "mtbench101": 400, "mini_swe_agent": 10}
+
+
+def sample_of(name: str) -> list[TraceRequest]:
+    """Returns the first requests of a trace, of conversations the first with all their turns."""
+    requests = list(requests_of(name, LIMITS.get(name)))
+    if name not in NUM_SESSIONS:
+        return requests
+    chosen = set(list(dict.fromkeys(request.session for request in requests))[: NUM_SESSIONS[name]])
+    return [request for request in requests if request.session in chosen]
+
+
 def is_conversation(name: str) -> bool:
     """Whether a request of a session can only come when the one before it has ended."""
     return name == EMBEDDED or ".conversations." in FILES.get(name, "")

@@ -93,8 +93,8 @@ def plot(path: Path) -> Path:
     for row in rows:
         rates[f"{row['cache']} {row['block_size']}"][row["workload"]] = row["hit_rate"]
     draw_bars(axis, rates, rotation=30, ha="right")
-    axis.set(ylabel="hit rate", title="What traffic is worth to a prefix cache")
-    axis.legend()
+    axis.set(ylabel="hit rate", ylim=(0, 1.2), title="What traffic is worth to a prefix cache")
+    axis.legend(loc="upper center", ncols=len(rates), fontsize=8)
     return finish(figure, path)
 
 
