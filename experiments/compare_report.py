@@ -124,11 +124,11 @@ def answer(data: Data) -> str:
         ]
         if saved:
             least, most = f"{min(saved):.1%}", f"{max(saved):.1%}"
-            told.append(f"{least if least == most else f'{least} to {most}'} fewer at blocks of {size}")
+            told.append(f"{least if least == most else f'{least} to {most}'} at blocks of {size}")
     if not told:
         return "Nothing to compare: it needs radix and flat_hash at one block size."
     traces = ", ".join(dict.fromkeys(row["trace"] for row in data["rows"]))
-    return f"{'; '.join(told)}: so many prompt tokens less does a radix tree compute than the flat hash ({traces})."
+    return f"Prompt tokens that a radix tree computes less than the flat hash: {', '.join(told)} ({traces}, all pools)."
 
 
 def plot(path: Path) -> Path:

@@ -118,7 +118,7 @@ def plot(path: Path) -> Path:
         axis.stackplot(row["time_s"], *held, labels=("running requests", "idle prefixes", "free"), alpha=0.8)
         axis.set(title=row["cache"], xlabel="virtual time, s")
     axes[0].set(ylabel="blocks")
-    axes[-1].legend(loc="lower right")
+    axes[0].legend(loc="upper left")
     return finish(figure, path)
 
 

@@ -108,7 +108,7 @@ def _experiment(entry: Entry, out: Path) -> Iterator[str]:
     yield f'<p class="answer">{escape(answer)}</p>'
     light, dark = _pictures(entry, out, module)
     yield f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-    yield f'<img src="{light}" alt="{escape(f"{entry.name}: {answer}")}" loading="lazy"></picture>'
+    yield f'<img src="{light}" alt="{escape(f"{entry.name}: {answer}")}"></picture>'
     with recorded_tables() as tables:
         module.show(data)
     for table in tables:

@@ -24,12 +24,12 @@ def buys(results: Results) -> Iterator[str]:
             "Where two prompts part inside a block, the flat hash computes the block's common tokens again, at most "
             f"{lost}; the tree copies their rows and computes none."
         )
-        told = [
-            f"{flat['over_least']:.2f} times on {name}, blocks of {size}"
-            for name, size, flat, _ in _traces(results["divergence"])
-        ]
-        if told:
-            yield f"On public traces the flat hash computes so much more than the tree: {', '.join(told)}."
+        ratios: dict[str, list[str]] = {}
+        for name, size, flat, _ in _traces(results["divergence"]):
+            ratios.setdefault(name, []).append(f"{flat['over_least']:.2f} at blocks of {size}")
+        if ratios:
+            told = "; ".join(f"on {name} {' and '.join(each)}" for name, each in ratios.items())
+            yield f"Prompt tokens that the flat hash computes for each one of the tree's, on public traces: {told}."
 
 
 def workloads(results: Results) -> Cells | None:
@@ -63,12 +63,13 @@ def costs(results: Results) -> Iterator[str]:
                 f"token, {flat['index_bytes_per_token']:.1f} in the flat hash."
             )
     if "divergence" in results:
-        more = [
-            f"{tree['held_blocks'] / flat['held_blocks'] - 1:+.0%} on {name} (blocks of {size})"
-            for name, size, flat, tree in _traces(results["divergence"])
-        ]
+        more: dict[str, list[str]] = {}
+        for name, size, flat, tree in _traces(results["divergence"]):
+            share = tree["held_blocks"] / flat["held_blocks"] - 1
+            more.setdefault(name, []).append(f"{share:.0%} more blocks of {size}")
         if more:
-            yield f"Blocks: each request's partly filled last block stays cached: {', '.join(more)}."
+            told = "; ".join(f"on {name} {' and '.join(each)}" for name, each in more.items())
+            yield f"Memory: each request's partly filled last block stays cached, as long as there is room: {told}."
     if "overhead" in results:
         rows = [row for row in results["overhead"]["rows"] if row["machine"].endswith("h100-sxm")]
         shares = [row["share"] for row in rows]
