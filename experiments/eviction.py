@@ -134,7 +134,7 @@ def plot(path: Path) -> Path:
         axis.set(title=trace, xscale="log", xlabel="blocks", ylabel="hit rate")
         axis.xaxis.set_minor_formatter(plt.NullFormatter())
         sizes = [row["num_blocks"] for row in of_trace]
-        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7)
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7, rotation=30, ha="right")
     for axis in list(axes.flat)[len(traces) :]:
         axis.axis("off")
     axes.flat[0].legend(fontsize=7)

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,7 +108,7 @@ class Cells:
 
     def is_text(self, column: int) -> bool:
         """Whether a column holds words, which stand flush left."""
-        return any(row[column][:1].isalpha() for row in self.rows)
+        return any(re.search("^[a-z]|[a-z]{3}", row[column], re.IGNORECASE) for row in self.rows)
 
 
 _recorded: list[Cells] | None = None

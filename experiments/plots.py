@@ -74,14 +74,15 @@ def draw_bars(axis: Any, heights: Mapping[str, Mapping[Any, float]], **ticks: An
     """Draws groups of bars: a series a key, in it a height for each group that it has; returns the groups.
 
     Args:
-        ticks: how the groups' names look, as `set_xticks` takes it.
+        ticks: how the groups' names look, as `set_xticks` takes it; without any, long ones are wrapped.
     """
     groups = list(dict.fromkeys(group for series in heights.values() for group in series))
     width = 0.8 / len(heights)
     for i, (name, series) in enumerate(heights.items()):
         places = [groups.index(group) + (i - (len(heights) - 1) / 2) * width for group in series]
         axis.bar(places, list(series.values()), width, label=name)
-    axis.set_xticks(range(len(groups)), [textwrap.fill(str(group), 14) for group in groups], **ticks)
+    names = [str(group) if ticks else textwrap.fill(str(group), 14, break_long_words=False) for group in groups]
+    axis.set_xticks(range(len(groups)), names, **ticks)
     return groups
 
 

@@ -136,9 +136,10 @@ def answer(data: Data) -> str:
     by_router = {name: [row for row in rows if row["router"] == name] for name in ("cache_aware", "round_robin")}
     keeps = {name: [row["kept"] for row in rows] for name, rows in by_router.items()}
     busiest = max(row["load_ratio"] for row in by_router["cache_aware"])
+    counts = " and ".join(map(str, sorted({row["num_replicas"] for row in rows})))
     return (
         f"{min(keeps['cache_aware']):.1%} to {max(keeps['cache_aware']):.1%} of one big replica's hits survive "
-        f"cache-aware routing over {data['config']['num_replicas']} replicas, {min(keeps['round_robin']):.0%} to "
+        f"cache-aware routing over {counts} replicas, {min(keeps['round_robin']):.0%} to "
         f"{max(keeps['round_robin']):.0%} round robin ({len(keeps['cache_aware'])} runs); the busiest replica "
         f"computes at most {busiest:.2f} times the mean."
     )
