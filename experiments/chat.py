@@ -145,7 +145,7 @@ def answer(data: Data) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("chat", __doc__)
     add = options.add_argument
-    add("--rates", nargs="+", type=float, default=list(Config.rates_per_s), metavar="N", help="arrivals a second; inf")
+    add("--rates", nargs="+", type=float, metavar="N", help="arrivals a second, or inf (2 4 8)")
     add("--model", default=Config.model, help="a preset, a Hugging Face folder or a .gguf file")
     add("--cache", nargs="+", choices=CACHES, default=list(CACHES))
     add("--tree-attention", choices=MODES, default=Config.tree_attention, help="read shared KV once (auto)")
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     config = Config(
         model=given.model,
-        rates_per_s=tuple(given.rates),
+        rates_per_s=tuple(given.rates or ((8.0,) if given.smoke else Config.rates_per_s)),
         num_requests=6 if given.smoke else Config.num_requests,
         caches=tuple(given.cache),
         seed=given.seed,
