@@ -255,3 +255,58 @@ def test_a_browser_loads_the_page(results):
     assert all(url.startswith(("file:", "data:")) for url in found["urls"])
     assert found["width"][0] <= found["width"][1]  # nothing makes a phone scroll sideways
     assert found["place"] == f"#{catalog.ENTRIES[0].name}"
+
+
+# ---- what the page says first, and what a GPU would add
+
+
+def test_the_summary_is_computed_from_the_rows(tmp_path):
+    from experiments import divergence, index_cost, workload_worth
+    from experiments.summary import buys, costs, workloads
+
+    for module in (divergence, index_cost, workload_worth):
+        module.main(["--smoke", "--out", str(tmp_path)])
+    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert any("15 at blocks of 16" in sentence for sentence in buys(results))
+    table = workloads(results)
+    assert table.headings[:4] == ("workload", "flat hash 16", "radix 16", "computes, 16")
+    rates = {(r["workload"], r["cache"], r["block_size"]): r["hit_rate"] for r in results["workload_worth"]["rows"]}
+    flat, tree = rates["agent", "flat_hash", 16], rates["agent", "radix", 16]
+    assert table.rows[0][:4] == ("agent", f"{flat:.1%}", f"{tree:.1%}", f"{(1 - flat) / (1 - tree):.2f}")
+    assert any("bytes a cached token" in sentence for sentence in costs(results))
+    page = write_report(tmp_path).read_text()
+    assert page.index("What it buys") < page.index("Over which workloads") < page.index("At what price")
+
+
+def gpu_rows(failing=False):
+    check = {"part": "check", "name": "bfloat16 plain", "error": 1e-3, "passed": not failing}
+    decode = {"part": "time", "name": "decode 1 x 1 new on 8191 cached", "ms": {"radixkv": 0.5, "sdpa": 0.6}}
+    decode |= {"not_timed": {}, "of_copy_bandwidth": 0.8, "of_matmul_rate": 0.1}
+    tree = {"part": "tree", "name": "tree 64 on 4096 + 128", "passed": True, "ms": {"paged": 3.0, "tree": 1.0}}
+    return [check, decode, tree | {"of_copy_bandwidth": 0.7, "not_timed": {}}]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_results_of_a_gpu_are_shown_too(tmp_path, failing):
+    from experiments import gpu_kernels
+    from experiments.harness import environment, save
+
+    save(tmp_path, "gpu_kernels", {}, gpu_rows(failing), environment=environment() | {"device": "some GPU"})
+    page = write_report(tmp_path).read_text()
+    assert "decode 1 x 1 new on 8191 cached" in page and "some GPU" in page
+    told = gpu_kernels.answer(json.loads((tmp_path / "gpu_kernels.json").read_text()))
+    if failing:
+        assert told == "1 of 2 checks fail on some GPU: check bfloat16 plain."
+    else:
+        assert "decode reaches 0.80 to 0.80 of the copy bandwidth" in told and "3.0 to 3.0 times" in told
+
+
+def test_without_a_gpu_it_says_so(tmp_path, capsys):
+    import torch
+
+    from experiments import gpu_kernels
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    gpu_kernels.main(["--out", str(tmp_path)])
+    assert "no CUDA device" in capsys.readouterr().out and not list(tmp_path.iterdir())
