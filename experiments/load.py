@@ -44,8 +44,7 @@ class Config:
 def queue(num_requests: int, seed: int) -> float:
     """All requests arrive at once, in 50 groups that share 128 tokens, with 64 of their own; returns seconds in all."""
     rng = np.random.default_rng(seed)
-    shared = rng.integers(0, 32_000, (50, 128))
-    own = rng.integers(0, 32_000, (num_requests, 64))
+    shared, own = rng.integers(0, 32_000, (50, 128)), rng.integers(0, 32_000, (num_requests, 64))
     scheduler = Scheduler(KVManager(RadixCache(16), 16_384), SchedulerConfig(max_num_batched_tokens=8192))
     params = SamplingParams(max_tokens=1)
     requests = [Request(str(i), tuple(shared[i % 50].tolist() + own[i].tolist()), params) for i in range(num_requests)]
@@ -87,8 +86,7 @@ def decodes(num_sequences: int, seed: int) -> float:
 
 def trees(sizes: Sequence[int], seed: int) -> Iterator[tuple[int, dict[str, float], float]]:
     """Grows one tree; at each size yields seconds of 2,000 operations of each kind, and bytes of memory a node."""
-    rng = np.random.default_rng(seed)
-    cache = RadixCache(4)
+    rng, cache = np.random.default_rng(seed), RadixCache(4)
     started_bytes, num_nodes, next_block = resident_bytes(), 0, 0
 
     def publish(count: int) -> None:  # each request a node: a block of its own behind one of 1,000 common ones
@@ -115,7 +113,11 @@ def trees(sizes: Sequence[int], seed: int) -> Iterator[tuple[int, dict[str, floa
         num_nodes = size
         node_bytes = (resident_bytes() - started_bytes) / size
         timed: dict[str, float] = {}
-        for name, operation in {"match": match, "publish": publish, "evict": evict}.items():
+        for name, operation in {
+            "match": match,
+            "publish": publish,
+            "evict": lambda count: [cache.evict(1) for _ in range(count)],
+        }.items():
             began = time.process_time()
             operation(2000)
             timed[name] = time.process_time() - began
@@ -165,8 +167,8 @@ def show(data: Data) -> None:
     """Prints a line a kind: its largest size, its time there, and how it grows."""
     columns = {"part": "{what}", "largest": "{size:,}", "CPU s": "{seconds:.3f}", "exponent": "{exponent:.2f}"}
     last = [row for row in data["rows"] if "node_bytes" in row][-1]
-    note = f"{last['size']:,} nodes: {last['node_bytes']:,.0f} bytes of memory each"
-    print_table("seconds = a * size ** exponent", columns, exponents(data["rows"]), [note])
+    notes = [f"{last['size']:,} nodes: {last['node_bytes']:,.0f} bytes of memory each"]
+    print_table("seconds = a * size ** exponent", columns, exponents(data["rows"]), notes)
 
 
 def plot(path: Path) -> Path:
@@ -191,8 +193,10 @@ def answer(data: Data) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("load", __doc__).parse_args(arguments)
-    config = Config(200, 10_000, 2**15, 32, 3) if given.smoke else Config()
+    options = parser("load", __doc__)
+    options.add_argument("--nodes", type=int, default=Config.num_nodes, help="of the largest tree (1,000,000)")
+    given = options.parse_args(arguments)
+    config = Config(200, 10_000, 2**15, 32, 3) if given.smoke else Config(num_nodes=given.nodes)
     conduct("load", given.out, config, cells(config), sys.modules[__name__])
 
 

@@ -172,8 +172,10 @@ def _cell(config: Config, traffic: str, num_turns: int, machine: tuple[str, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("overhead", __doc__).parse_args(arguments)
-    config = Config()
+    options = parser("overhead", __doc__)
+    options.add_argument("--repeats", type=int, default=Config.num_repeats, help="of each run, the quickest counts (3)")
+    given = options.parse_args(arguments)
+    config = Config(num_repeats=given.repeats)
     if given.smoke:
         config = replace(config, num_requests=10, num_open=(5,), block_sizes=(16,), num_repeats=1)
     conduct("overhead", given.out, config, cells(config), sys.modules[__name__])

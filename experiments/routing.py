@@ -6,7 +6,8 @@ every replica, for time to first token and throughput. `one` is one big replica 
 cache_aware keeps 97 % of its hit rate at a load of 1.25 at most; round robin loses most of what conversations share;
 longest_match hits all there is to hit and sends it to one replica. The picture has hit rate against 1 to 64 replicas.
 
-    python -m experiments.routing                                  a quarter of an hour; real traces where there are any
+    python -m experiments.routing                                  minutes; real traces where there are any
+    python -m experiments.routing --short                          the routers of the picture; Mooncake on 8 alone
     python -m experiments.routing --smoke                          the start of the two smallest
     python -m experiments.routing --backend ray --replicas 2       real engines, see experiments.routing_ray
 """
@@ -35,6 +36,7 @@ class Config:
     sources: tuple[str, ...] = tuple(SOURCES)
     routers: tuple[str, ...] = ROUTERS
     num_replicas: int = 8
+    mooncake_replicas: tuple[int, ...] = (4,)  # besides
     counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     scaled: tuple[str, ...] = ("tau_bench", "bbh", "chat")
     replay_limit: int | None = None
@@ -48,7 +50,7 @@ def cells(config: Config) -> Iterator[Cell]:
         if source.name not in config.sources or not source.is_here:
             continue
         short = replace(source, limit=config.replay_limit)
-        counts = (config.num_replicas, 4) if source.name == "mooncake" else (config.num_replicas,)
+        counts = (config.num_replicas, *(config.mooncake_replicas if source.name == "mooncake" else ()))
         for count in counts:
             for pool in (None, source.pool_blocks):
                 yield f"replayed {source.name} {count} {pool} one", partial(_one, short, config, count, pool)
@@ -178,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("routing", __doc__)
     options.add_argument("--replicas", type=int, default=8, help="(8)")
     options.add_argument("--backend", choices=("embedded", "ray"), default="embedded", help="(embedded)")
+    options.add_argument("--short", action="store_true", help="the routers of the picture, fewer counts of replicas")
     given = options.parse_args(arguments)
     if given.replicas < 1:
         fail(f"--replicas: expected at least 1, got {given.replicas}")
@@ -186,10 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         return run_ray(given.replicas, given.out, smoke=given.smoke)
     config = Config(num_replicas=given.replicas)
+    if given.short or given.smoke:
+        config = replace(config, routers=PLOTTED, mooncake_replicas=(), counts=(1, 4, 16, 64))
     if given.smoke:
-        config = replace(
-            config, sources=("bbh", "chat"), routers=PLOTTED, counts=(1, 4, 16), replay_limit=150, served_limit=60
-        )
+        config = replace(config, sources=("bbh", "chat"), counts=(1, 4, 16), replay_limit=150, served_limit=60)
     conduct("routing", given.out, config, cells(config), sys.modules[__name__], at_once=True)
 
 
