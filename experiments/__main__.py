@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.padding import Padding
 from rich.text import Text
 
+from experiments import harness
 from experiments.catalog import ENTRIES, find
 from experiments.harness import console, fail
 from experiments.lab import INTERRUPTED
@@ -68,6 +69,7 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool, again: bool) -> Non
             continue
         console.rule(f"{number} of {len(ENTRIES)}: {entry.name}", align="left")
         started, worked = time.perf_counter(), cpu_s()
+        harness.is_smoke = False  # the one before may have been one
         options = ("--smoke",) if smoke else entry.report
         try:
             entry.load().main([*options, "--out", str(out)])

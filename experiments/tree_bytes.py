@@ -7,7 +7,7 @@ is read where every cell is an item of its own: no plan of whole cells reads les
 read by each.
 
     python -m experiments.tree_bytes                                   # a minute, traces where they are
-    python -m experiments.tree_bytes --trace my.jsonl --tokenizer qwen3
+    python -m experiments.tree_bytes --trace my.jsonl --tokenizer bytes
     python -m experiments.tree_bytes --smoke
 
 Plans are made as for Triton (cells of 128 tokens), by the block tables alone; no kernel runs. Of a trace the real
@@ -146,7 +146,7 @@ def cells(config: Config) -> Iterator[Cell]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(NAME, __doc__)
     options.add_argument("--trace", nargs="+", help="trace files; default: the public ones, where they are")
-    options.add_argument("--tokenizer", default=Serving.tokenizer, help="of traces that are text (bytes)")
+    options.add_argument("--tokenizer", default=Serving.tokenizer, help="of traces that are text (qwen3)")
     given = options.parse_args(argv)
     found = given.trace or [str(path) for path in shared_traces(*TRACES)]
     config = Config(traces=tuple(found), serving=replace(Serving(), tokenizer=given.tokenizer))

@@ -20,7 +20,7 @@ from radixkv.workloads.request import TraceRequest
 class Serving:
     """How a trace is served; sizes in tokens."""
 
-    tokenizer: str = "bytes"
+    tokenizer: str = "qwen3"
     num_requests: int = 400
     max_prompt_tokens: int = 32_768
     """Longer prompts are left out."""
