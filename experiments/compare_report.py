@@ -124,11 +124,16 @@ def answer(data: Data) -> str:
         ]
         if saved:
             least, most = f"{min(saved):.1%}", f"{max(saved):.1%}"
-            told.append(f"{least if least == most else f'{least} to {most}'} at blocks of {size}")
+            told.append((least if least == most else f"{least} to {most}", size))
     if not told:
         return "Nothing to compare: it needs radix and flat_hash at one block size."
     traces = ", ".join(dict.fromkeys(row["trace"] for row in data["rows"]))
-    return f"Prompt tokens that a radix tree computes less than the flat hash: {', '.join(told)} ({traces}, all pools)."
+    (share, size), *rest = told
+    more = "".join(f", {each} fewer at blocks of {of}" for each, of in rest)
+    return (
+        f"A radix tree computes {share} fewer prompt tokens than the flat hash at blocks of {size}{more} "
+        f"({traces}; least to most over the pools)."
+    )
 
 
 def plot(path: Path) -> Path:

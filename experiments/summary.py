@@ -29,7 +29,7 @@ def buys(results: Results) -> Iterator[str]:
             ratios.setdefault(name, []).append(f"{flat['over_least']:.2f} at blocks of {size}")
         if ratios:
             told = "; ".join(f"on {name} {' and '.join(each)}" for name, each in ratios.items())
-            yield f"Prompt tokens that the flat hash computes for each one of the tree's, on public traces: {told}."
+            yield f"For one prompt token that the tree computes, the flat hash computes {told} (public traces)."
 
 
 def workloads(results: Results) -> Cells | None:
