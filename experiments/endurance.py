@@ -93,7 +93,10 @@ def run(cache: str, block_size: int, config: Config) -> tuple[list[Row], list[st
     tracemalloc.stop()
     kept = sum(difference.size_diff for difference in grown)
     per_request = kept / (part - part // 4)
-    return rows, [f"{kept:,} bytes in all, {per_request:.2f} a request", *map(str, grown[:5])]
+    return rows, [
+        f"{kept:,} bytes in all, {per_request:.2f} a request",
+        *(str(line).replace(f"{Path(__file__).parents[1]}/", "") for line in grown[:5]),
+    ]
 
 
 def snapshot(engine: Engine) -> tracemalloc.Snapshot:

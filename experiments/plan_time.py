@@ -90,8 +90,8 @@ def answer(data: Data) -> str:
     worst: dict[str, float] = {}
     for row in data["rows"]:
         worst[row["step"]] = max(row["median_us"], worst.get(row["step"], 0))
-    told = ", ".join(f"{name} {us:.0f}" for name, us in worst.items())
-    return f"Planning {data['config']['num_seqs']} sequences takes, in us at worst: {told}."
+    told = "; ".join(f"{name}: {us:.0f}" for name, us in worst.items())
+    return f"Planning {data['config']['num_seqs']} sequences takes, in us at worst (medians), {told}."
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -81,7 +81,8 @@ def draw_bars(axis: Any, heights: Mapping[str, Mapping[Any, float]], **ticks: An
     for i, (name, series) in enumerate(heights.items()):
         places = [groups.index(group) + (i - (len(heights) - 1) / 2) * width for group in series]
         axis.bar(places, list(series.values()), width, label=name)
-    names = [str(group) if ticks else textwrap.fill(str(group), 14, break_long_words=False) for group in groups]
+    room = max(84 // max(len(groups), 1), 6)  # letters below each
+    names = [str(group) if ticks else textwrap.fill(str(group), room, break_long_words=False) for group in groups]
     axis.set_xticks(range(len(groups)), names, **ticks)
     return groups
 

@@ -154,13 +154,13 @@ def plot(path: Path) -> Path:
     times: dict[str, dict[str, float]] = {f"over {r['side']}": {} for r in rows if r["side"] != "tree"}
     for row in rows:
         if row["side"] != "tree":
-            case = f"{row['num_seqs']} on {row['prefix']}+{row['own']}\n{row['dtype']}"
+            case = f"{row['num_seqs']} on\n{row['prefix']}+{row['own']}\n{row['dtype']}"
             times[f"over {row['side']}"][case] = row["tree_is_faster_by"]
-    draw_bars(axes, times, fontsize=6)
+    draw_bars(axes, times, fontsize=8)
     ideal = [row["ideal"] for row in rows if row["side"] == "tree"]
     axes.plot(range(len(ideal)), ideal, "_", color="gray", markersize=24, label="bytes: n(P + U) / (P + nU)")
     axes.set(yscale="log", ylabel="times as fast")
-    axes.legend(fontsize=8)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize=8)
     return finish(figure, path)
 
 
