@@ -140,6 +140,7 @@ def paged_attention(
         out = torch.empty(num_tokens, num_q_heads, v_head_dim, dtype=q.dtype, device=device)
     else:
         checks.check_tensor("out", out, (num_tokens, num_q_heads, v_head_dim), (q.dtype,), device)
+        checks.check_written("out", out)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device) if return_lse else None
 
     chosen = select_implementation(implementation, device)
@@ -147,8 +148,11 @@ def paged_attention(
     if reason is not None:
         raise UnsupportedImplementation(reason)
     if plan is None:
+        checks.expect(workspace is None, "workspace", "None without a plan", type(workspace).__name__)
         chosen.paged_attention(spec, tensors, out, lse)
     else:
+        made = isinstance(plan, TreePlan | PlanTensors)
+        checks.expect(made, "plan", "a TreePlan or PlanTensors", type(plan).__name__)
         check_plan(plan, spec, tensors, look)
         if workspace is not None:
             checks.check_tensor("workspace", workspace, (None,), (torch.float32,), device)
@@ -285,6 +289,7 @@ def merge_states(
         out = torch.empty(num_tokens, num_heads, v_head_dim, dtype=outs.dtype, device=device)
     else:
         checks.check_tensor("out", out, (num_tokens, num_heads, v_head_dim), (outs.dtype,), device)
+        checks.check_written("out", out)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)
     select_implementation(implementation, device).merge_states(outs, lses, out, lse)
     return out, lse

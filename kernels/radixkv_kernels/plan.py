@@ -24,7 +24,7 @@ from .plan_memo import Memo
 from .plan_order import sort_sequences
 from .plan_stats import PlanStats, measure
 from .plan_tensors import PlanBuffers, PlanTensors
-from .validate import expect
+from .validate import device_of, expect
 
 RUN_TOKENS = 2048
 """KV tokens of a run, in every implementation."""
@@ -54,10 +54,10 @@ class PlanConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "num_q_heads", "num_kv_heads", "cell_size", "tile_rows", "lead_runs", "kv_itemsize"):
             value = getattr(self, name)
-            expect(isinstance(value, int) and value >= 1, name, "an int >= 1", value)
+            expect(type(value) is int and value >= 1, name, "an int >= 1", value)
         expect(self.num_q_heads % self.num_kv_heads == 0, "num_q_heads", "a multiple of num_kv_heads", self.num_q_heads)
         expect(RUN_TOKENS % self.cell_size == 0, "cell_size", f"a divisor of {RUN_TOKENS}", self.cell_size)
-        ok = self.window is None or (isinstance(self.window, int) and self.window >= 1)
+        ok = self.window is None or (type(self.window) is int and self.window >= 1)
         expect(ok, "window", "None or an int >= 1", self.window)
         expect(isinstance(self.min_items, int) and self.min_items >= 0, "min_items", "an int >= 0", self.min_items)
 
@@ -143,7 +143,7 @@ class TreePlan:
             min_items,
             kv_itemsize,
         )
-        table = host_array("block_table", block_table, 2).astype(np.int32, copy=False)
+        table = np.ascontiguousarray(host_array("block_table", block_table, 2), dtype=np.int32)
         lens = host_array("seq_lens", seq_lens, 1).astype(np.int64)
         cu = host_array("cu_seqlens_q", cu_seqlens_q, 1).astype(np.int64)
         q_lens = check_lengths(config, lens, cu, table.shape[0])
@@ -271,6 +271,9 @@ def _rows(
 
 def host_array(name: str, values: Tensor | np.ndarray, ndim: int) -> np.ndarray:
     """An int array on the host; ValueError naming it otherwise."""
+    if isinstance(values, Tensor):
+        dense = device_of(name, values).type != "meta"
+        expect(dense and not values.requires_grad, name, "a tensor of numbers that nobody differentiates", values)
     array = values.cpu().numpy() if isinstance(values, Tensor) else values
     if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype not in INDEX_DTYPES:
         expect(isinstance(array, np.ndarray) and array.ndim == ndim, name, f"a tensor of {ndim} dimensions", values)

@@ -52,8 +52,8 @@ class Extents:
         low = np.where(lo > 0, np.maximum(low, np.maximum(first * cell_size, 1) + before), low)
         limit = np.where(lo > 0, (first + 1) * cell_size - 1, 0) + before
         high = np.where(busy, np.minimum(high, limit), high)
-        whole = np.minimum(np.where(lo > 0, first + 1, 0), last)
-        return Extents(first, last, whole, np.maximum(full, whole), low, high)
+        whole = np.minimum(np.where(lo > 0, first + 1, 0), full)
+        return Extents(first, last, whole, full, low, high)
 
     def holds(self, seq_lens: np.ndarray) -> bool:
         """Whether a plan made of these extents serves these lengths. O(num_seqs)."""

@@ -7,7 +7,9 @@ border, return the plan of the step before.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +19,8 @@ from .plan_cells import Extents, both_hold, cell_columns
 from .plan_memo import Memo
 from .plan_order import KeptOrder, sort_sequences
 from .validate import expect
+
+MAX_ID = 2**31 - 1
 
 
 class TreePlanner:
@@ -29,6 +33,7 @@ class TreePlanner:
     """
 
     def __init__(self, config: PlanConfig) -> None:
+        expect(isinstance(config, PlanConfig), "config", "a PlanConfig", config)
         self.config = config
         self._row_of: dict[Hashable, int] = {}
         self._free: list[int] = []
@@ -38,6 +43,7 @@ class TreePlanner:
         self._keys = np.zeros((0, 0), dtype=np.int32)
         self._numbers = np.zeros((0, 0), dtype=np.int32)
         self._num_cells = np.zeros(0, dtype=np.int64)
+        self._contents = np.zeros(0, dtype=np.int64)  # counts the times that other blocks took the place of a row's
         self._columns = np.zeros((2, 0), dtype=np.int64)
         self._number_of: dict[bytes, int] = {}
         self._uses: list[int] = []
@@ -64,14 +70,17 @@ class TreePlanner:
     def add(self, sequence: Hashable, blocks: Sequence[int] | np.ndarray) -> None:
         """A sequence and its block ids; ValueError where it is there already. O(blocks), an array being fastest."""
         expect(sequence not in self._row_of, "sequence", "one that is not there yet", sequence)
-        ids = np.asarray(blocks, dtype=np.int32)
-        expect(ids.ndim == 1, "blocks", "a sequence of block ids", ids.shape)
+        ids = np.asarray(blocks)
+        numbers = ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size)
+        fit = numbers and (ids.dtype == np.int32 or -MAX_ID <= ids.min(initial=0) <= ids.max(initial=0) <= MAX_ID)
+        expect(bool(fit), "blocks", "a sequence of block ids, int32", blocks)
         if not self._free:
             self._grow(max(8, 2 * len(self._table)), self._table.shape[1])
         if len(ids) > self._table.shape[1]:
             self._grow(len(self._table), max(len(ids), 2 * self._table.shape[1]))
         row = self._row_of[sequence] = self._free.pop()
         self._table[row, : len(ids)] = ids
+        self._contents[row] += 1
         self._num_blocks[row] = len(ids)
         self._number_cells(row)
         self._last = None
@@ -82,7 +91,7 @@ class TreePlanner:
         count = int(self._num_blocks[row])
         if count == self._table.shape[1]:
             self._grow(len(self._table), max(8, 2 * count))
-        self._table[row, count] = block
+        self._put(row, count, block)
         self._num_blocks[row] = count + 1
         if (count + 1) * self.config.block_size >= (int(self._num_cells[row]) + 1) * self.config.cell_size:
             self._number_cells(row)
@@ -90,9 +99,11 @@ class TreePlanner:
     def replace(self, sequence: Hashable, index: int, block: int) -> None:
         """Another block in place of the sequence's block number `index`; IndexError past its end. O(cells)."""
         row = self._row_of[sequence]
+        expect(isinstance(index, int | np.integer), "index", "an int", index)
         if not 0 <= index < self._num_blocks[row]:
             raise IndexError(f"index: expected one below {self._num_blocks[row]}, got {index}")
-        self._table[row, index] = block
+        self._put(row, index, block)
+        self._contents[row] += 1
         self._forget_cells(row, index * self.config.block_size // self.config.cell_size)
         self._number_cells(row)
         self._last = None
@@ -115,17 +126,18 @@ class TreePlanner:
             seq_lens, cu_seqlens_q: as for `TreePlan.from_block_table`; on the CPU, or it synchronises.
 
         Returns the plan of the call before, the same object, where it still holds: then nothing needs to be uploaded.
-        Raises KeyError for a sequence that isn't there, ValueError naming the argument.
+        Raises KeyError for a sequence that isn't there, ValueError naming the argument; then nothing has changed.
         O(num_seqs), or where a cell border was crossed or the batch changed O(num_seqs * cells).
         """
         lens = host_array("seq_lens", seq_lens, 1).astype(np.int64)
         cu = host_array("cu_seqlens_q", cu_seqlens_q, 1)
-        last = self._last
-        known = last is not None and self._last_sequences == sequences
-        if not known:
-            self._last_rows = np.fromiter(map(self._row_of.__getitem__, sequences), np.int64, len(sequences))
-            self._last_sequences = list(sequences)
-        rows = self._last_rows
+        try:
+            names = list(sequences)
+            last = self._last
+            known = last is not None and self._last_sequences == names
+            rows = self._last_rows if known else self._rows_of(names)
+        except TypeError:
+            raise ValueError(f"sequences: expected a list of names, got {sequences!r}") from None
         fits = len(lens) == len(rows) and (lens <= self._num_blocks.take(rows) * self.config.block_size).all()
         expect(bool(fits), "seq_lens", "a length a sequence, no longer than its blocks", seq_lens)
         if last is not None and known and np.array_equal(cu, last.cu_seqlens_q) and last.extents.holds(lens):
@@ -146,10 +158,27 @@ class TreePlanner:
         same = np.zeros(numbers.shape, dtype=bool)
         np.equal(numbers[1:], numbers[:-1], out=same[1:])
         same[1:] &= both_hold(whole.take(order), full.take(order), num_cells)
-        self._last = assemble(
-            self.config, active[order], same, extents, lens, cu, lambda: self._table[rows], self._memo
-        )
-        return self._last
+        table = partial(self._table_of, rows, self._contents[rows])
+        plan = assemble(self.config, active[order], same, extents, lens, cu, table, self._memo)
+        self._last, self._last_sequences, self._last_rows = plan, names, rows
+        return plan
+
+    def _rows_of(self, names: list[Hashable]) -> np.ndarray:
+        rows = np.fromiter(map(self._row_of.__getitem__, names), np.int64, len(names))
+        expect(len(set(names)) == len(names), "sequences", "each once", names)
+        return rows
+
+    def _table_of(self, rows: np.ndarray, contents: np.ndarray) -> np.ndarray:
+        """The block tables that a plan was made of, for its `stats`."""
+        if not np.array_equal(contents, self._contents[rows]):
+            raise RuntimeError("stats: expected to be read before the planner gives the plan's sequences other blocks")
+        return self._table[rows]
+
+    def _put(self, row: int, column: int, block: int) -> None:
+        try:
+            self._table[row, column] = operator.index(block)
+        except (TypeError, OverflowError):
+            raise ValueError(f"block: expected a block id, int32, got {block!r}") from None
 
     def _number_cells(self, row: int) -> None:
         """Numbers the cells of a row whose blocks are there and that have no number yet."""
@@ -207,7 +236,7 @@ class TreePlanner:
             grown = np.zeros((num_rows, width), dtype=np.int32)
             grown[:old, : before.shape[1]] = before
             setattr(self, name, grown)
-        for name in ("_num_blocks", "_num_cells"):
+        for name in ("_num_blocks", "_num_cells", "_contents"):
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(num_rows - old, dtype=np.int64))))
         self._free[:0] = range(num_rows - 1, old - 1, -1)
         self._order.grow(num_rows)

@@ -6,6 +6,7 @@ CPU tensors, or on any with `validate=True`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -106,9 +107,10 @@ def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: 
 
 def check_options(scale: float, window: int | None, softcap: float | None) -> None:
     """The plain numbers of paged_attention."""
-    expect(isinstance(scale, (int, float)), "scale", "a number", scale)
-    expect(window is None or (isinstance(window, int) and window >= 1), "window", "None or an int >= 1", window)
-    expect(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
+    expect(isinstance(scale, (int, float)) and math.isfinite(scale), "scale", "a finite number", scale)
+    expect(window is None or (type(window) is int and window >= 1), "window", "None or an int >= 1", window)
+    capped = isinstance(softcap, (int, float)) and 0 < softcap < math.inf
+    expect(softcap is None or capped, "softcap", "None or a number > 0", softcap)
 
 
 def normalise_scale(name: str, scale: float | Tensor | None, num_kv_heads: int, device: torch.device) -> Tensor | None:
@@ -116,7 +118,8 @@ def normalise_scale(name: str, scale: float | Tensor | None, num_kv_heads: int, 
     if scale is None:
         return None
     if not isinstance(scale, Tensor):
-        expect(isinstance(scale, (int, float)), name, "None, a number or a tensor", scale)
+        number = isinstance(scale, (int, float)) and math.isfinite(scale)
+        expect(number, name, "None, a finite number or a tensor", scale)
         return torch.full((1,), float(scale), dtype=torch.float32, device=device).expand(num_kv_heads)
     expect(scale.device == device, name, f"device {device}", scale.device)
     expect(scale.is_floating_point(), name, "a floating-point tensor", scale.dtype)

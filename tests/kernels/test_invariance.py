@@ -193,3 +193,38 @@ def test_half_cells_have_the_bits_of_whole_ones(variant, dtype, monkeypatch):
     assert set(asked) == {cells.CELL_SIZE}
     for mine, theirs in zip(found, whole, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 128, 256])
+@pytest.mark.parametrize("order", [(0, 3, 1, 2), (0, 2, 3, 1), (3, 0, 1, 2), (1, 0, 2, 3), (0, 2, 1, 3)])
+def test_caches_of_any_order_of_dimensions(order, block_size):
+    """As many heads as columns, so that strides of one look like strides of the other."""
+    lens = (100, 600)
+    shape = with_shape(
+        BASE, num_q_heads=64, num_kv_heads=64, head_dim=64, q_lens=(1, 3), seq_lens=lens, block_size=block_size
+    )
+    problem = make(shape)
+    want = problem.run()
+    back = [order.index(i) for i in range(4)]
+    problem.k_cache, problem.v_cache = (
+        cache.permute(*order).contiguous().permute(*back) for cache in (problem.k_cache, problem.v_cache)
+    )
+    for mine, theirs in zip(problem.run(), want, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("variant", ["plain", "softcap", "alibi, unequal value head"])
+def test_neither_the_default_dtype_nor_autocast_shows(variant):
+    lens = (600, 700, 2500, 0, 4200)
+    problem = make(with_shape(BASE, **VARIANTS[variant], q_lens=(1, 2, 1, 0, 1), seq_lens=lens))
+    want = problem.run()
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            found = problem.run()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = problem.run()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))

@@ -159,3 +159,22 @@ def test_buffers_keep_their_addresses_and_refuse_what_does_not_fit():
             PlanBuffers(3 if size is more else 20, 8, 40, "cpu").load(size)
     with pytest.raises(ValueError, match="plan: expected at most max_partials = 1"):
         PlanBuffers(20, 8, 1, "cpu").load(more)
+
+
+def test_tables_of_any_strides():
+    table = torch.tensor([[*range(40)], [*range(35), *range(50, 55)]], dtype=torch.int32)
+    options = {"block_size": 16, "num_q_heads": 4, "num_kv_heads": 2}
+    lens, cu = torch.tensor([640, 630]), torch.arange(3)
+    want = TreePlan.from_block_table(table, lens, cu, **options)
+    assert want.shares
+    strided = torch.stack([table, table], 2)[:, :, 0]
+    wide = torch.cat([table, table], 1)[:, :40]
+    fortran = np.asfortranarray(table.numpy())
+    for other in (table.T.contiguous().T, strided, wide, fortran, table.long().T.contiguous().T):
+        assert np.array_equal(TreePlan.from_block_table(other, lens, cu, **options).work.items, want.work.items)
+    for wrong in (table.to_sparse(), table.to("meta")):
+        with pytest.raises(ValueError, match=r"^block_table: expected"):
+            TreePlan.from_block_table(wrong, lens, cu, **options)
+    for name in ("block_size", "window", "tile_rows"):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            TreePlan.from_block_table(table, lens, cu, **{**options, name: True})

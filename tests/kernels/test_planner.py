@@ -37,7 +37,7 @@ def test_equals_the_plan_from_scratch_after_any_operations(seed):
         8,
         2,
         cell_size=rng.choice([128, 256]),
-        window=rng.choice([None, None, 700]),
+        window=rng.choice([None, None, 1, 100, 700]),
         tile_rows=rng.choice([16, 1024]),
         lead_runs=rng.choice([1, 4]),
     )
@@ -185,3 +185,89 @@ def test_mistakes():
         planner.plan(["a"], np.array([33]), np.array([0, 1]))
     with pytest.raises(ValueError, match="blocks: expected"):
         planner.add("c", np.zeros((2, 2)))
+
+
+def refusing(planner: TreePlanner, **wrong) -> None:
+    given = {"sequences": ["c", "d"], "seq_lens": np.array([300, 310]), "cu_seqlens_q": np.arange(3)} | wrong
+    with pytest.raises((ValueError, KeyError)):
+        planner.plan(**given)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seq_lens": np.array([300, 321])},
+        {"seq_lens": np.array([300])},
+        {"cu_seqlens_q": np.array([0, 2, 1])},
+        {"cu_seqlens_q": np.array([1, 2, 3])},
+        {"sequences": ["c", "nobody"]},
+        {"sequences": ["c", "c"]},
+        {"sequences": None},
+        {"sequences": [["c"], ["d"]]},
+    ],
+)
+def test_a_refused_batch_leaves_no_trace(wrong):
+    """Asked again with right lengths, it gets a plan of its own and not the one of the batch before."""
+    planner, lens, cu = TreePlanner(PlanConfig(16, 4, 2)), np.array([300, 310]), np.arange(3)
+    tables = {"a": [*range(20)], "b": [*range(18), 20, 21], "c": [*range(30, 50)], "d": [*range(60, 80)]}
+    for name, table in tables.items():
+        planner.add(name, table)
+    first = planner.plan(["a", "b"], lens, cu)
+    assert first.shares
+    refusing(planner, **wrong)
+    assert planner.plan(["a", "b"], lens, cu) is first
+    refusing(planner, **wrong)
+    assert not planner.plan(["c", "d"], lens, cu).shares
+    assert_same(planner.plan(("a", "b"), lens, cu), first)
+    names = np.array(["a", "b"])
+    assert planner.plan(names, lens, cu) is planner.plan(names, lens, cu)
+
+
+@pytest.mark.parametrize(
+    ("window", "lens", "tables", "block_size"),
+    [
+        (100, [1000], [range(63)], 16),  # begins in the last cell, which is not full
+        (1, [200, 1], [range(13), [50]], 16),  # no cell is full
+        (100, [1000, 990, 300], [range(63), [*range(61), 70, 71], range(19)], 16),
+        (300, [513, 513], [range(513), range(513)], 1),
+    ],
+)
+def test_a_window_that_begins_in_the_last_cell(window, lens, tables, block_size):
+    config = PlanConfig(block_size, 8, 2, window=window)
+    planner, lens, cu = TreePlanner(config), np.array(lens), np.arange(len(lens) + 1)
+    for name, table in enumerate(tables):
+        planner.add(name, table)
+    assert_same(planner.plan(range(len(lens)), lens, cu), from_scratch(config, [list(t) for t in tables], lens, cu))
+
+
+def test_stats_are_those_of_the_plans_own_tables_or_none():
+    planner, lens, cu = TreePlanner(PlanConfig(16, 4, 2)), np.array([300, 310]), np.arange(3)
+    planner.add("a", range(20))
+    planner.add("b", [*range(18), 20, 21])
+    early, late, edited = (planner.plan(names, lens, cu) for names in (["a", "b"], ["b", "a"], ["a", "b"]))
+    wanted = early.stats.num_unique_kv_tokens
+    planner.remove("a")
+    assert late.stats.num_unique_kv_tokens == wanted  # the blocks are still written down
+    planner.add("c", range(100, 120))
+    with pytest.raises(RuntimeError, match="stats"):
+        _ = edited.stats
+    assert early.stats.num_unique_kv_tokens == wanted
+
+
+def test_ids_that_are_none_are_refused_by_name():
+    planner = TreePlanner(PlanConfig(16, 4, 2))
+    planner.add("a", range(20))
+    for blocks in (None, 3, "x", [1.5], [2**40], np.array([2**32 + 5]), [[1]], [None]):
+        with pytest.raises(ValueError, match=r"^blocks: expected"):
+            planner.add("b", blocks)
+    for block in (None, 1.5, 2**40, "x"):
+        with pytest.raises(ValueError, match=r"^block: expected"):
+            planner.append("a", block)
+        with pytest.raises(ValueError, match=r"^block: expected"):
+            planner.replace("a", 0, block)
+    with pytest.raises(ValueError, match=r"^index: expected"):
+        planner.replace("a", 0.5, 3)
+    with pytest.raises(ValueError, match=r"^config: expected"):
+        TreePlanner(None)
+    planner.add("b", [])
+    assert planner.plan(["a"], np.array([320]), np.arange(2)).num_items == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,7 +26,8 @@ def unsupported(spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
 
 def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None) -> None:
     """See `interface.py`. Scratch: the calling thread's workspace."""
-    _attend(Job.of(spec, tensors, out, lse, thread_workspace()), None)
+    with _exact(tensors.q.device):
+        _attend(Job.of(spec, tensors, out, lse, thread_workspace()), None)
 
 
 def plan_tile(
@@ -50,13 +53,19 @@ def tree_attention(
         raise ValueError(
             f"plan: expected tile_rows of at least the group size {spec.group_size}, got {config.tile_rows}"
         )
-    job = Job.of(spec, tensors, out, lse, thread_workspace())
-    on_host = plan.host(tensors.num_seqs) if isinstance(plan, PlanTensors) else plan
-    if on_host.sharers.any():
-        attend_shared(job, on_host)
-        _attend(job, on_host.sharers)
-    else:
-        _attend(job, None)
+    with _exact(tensors.q.device):
+        job = Job.of(spec, tensors, out, lse, thread_workspace())
+        on_host = plan.host(tensors.num_seqs) if isinstance(plan, PlanTensors) else plan
+        if on_host.sharers.any():
+            attend_shared(job, on_host)
+            _attend(job, on_host.sharers)
+        else:
+            _attend(job, None)
+
+
+def _exact(device: torch.device) -> AbstractContextManager[object]:
+    """Products in the dtypes that they have, whatever the caller's autocast says."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def _attend(job: Job, skip: np.ndarray | None) -> None:

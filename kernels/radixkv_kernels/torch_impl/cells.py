@@ -122,7 +122,7 @@ def cell_partials(
 def _flash(scale: float, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     mask = None
     if visible is not None:
-        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)[:, None]
+        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)[:, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=mask, scale=scale
     )
@@ -140,11 +140,15 @@ def _halves_agree(dtype: torch.dtype, head_dim: int) -> bool:
     Once a process, some milliseconds. Its sums are in order of keys, so it should; products may choose otherwise.
     """
     gen = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(2, 2, CELL_SIZE, head_dim, generator=gen).to(dtype) for _ in range(2))
+
+    def normal(tokens: int) -> Tensor:
+        return torch.randn(2, 2, tokens, head_dim, generator=gen, dtype=torch.float32, device="cpu").to(dtype)
+
+    k, v = normal(CELL_SIZE), normal(CELL_SIZE)
     for rows in (4, 12, 32, 64):
-        q = torch.randn(2, 2, rows, head_dim, generator=gen).to(dtype)
-        hi = torch.randint(1, HALF_CELL + 1, (2, rows, 1), generator=gen)
-        visible = torch.arange(CELL_SIZE) < hi
+        q = normal(rows)
+        hi = torch.randint(1, HALF_CELL + 1, (2, rows, 1), generator=gen, device="cpu")
+        visible = torch.arange(CELL_SIZE, device="cpu") < hi
         whole = _flash(head_dim**-0.5, q, k, v, visible)
         half = _flash(head_dim**-0.5, q, k[:, :, :HALF_CELL], v[:, :, :HALF_CELL], visible[..., :HALF_CELL])
         if not all(torch.equal(x, y) for x, y in zip(whole, half, strict=True)):

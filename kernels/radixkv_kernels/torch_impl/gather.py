@@ -31,7 +31,8 @@ class CacheReader:
         heads_together = s_dim == 1 and (s_head == self.head_dim or self.num_heads == 1)
         row_len = self.num_heads * self.head_dim if heads_together else self.head_dim
         self.per_head = not heads_together
-        self.unit = math.gcd(self.block_size, HALF_CELL) if s_token == row_len or self.block_size == 1 else 1
+        together = s_dim == 1 and (s_token == row_len or self.block_size == 1)
+        self.unit = math.gcd(self.block_size, HALF_CELL) if together else 1
         self.rows: Tensor | None = None
         self._targets: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         if s_dim != 1:

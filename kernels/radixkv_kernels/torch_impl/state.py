@@ -30,9 +30,9 @@ class State:
     def empty(shape: tuple[int, ...], v_head_dim: int, device: torch.device) -> State:
         """No keys yet."""
         return State(
-            torch.full(shape, FLOOR, device=device),
-            torch.zeros(shape, device=device),
-            torch.zeros(*shape, v_head_dim, device=device),
+            torch.full(shape, FLOOR, dtype=torch.float32, device=device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.zeros(*shape, v_head_dim, dtype=torch.float32, device=device),
         )
 
     @staticmethod
