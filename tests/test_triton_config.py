@@ -11,7 +11,7 @@ from radixkv_kernels.triton_impl.tuner import keys
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
-ARCHS = ("sm_80", "sm_90", "sm_100")
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
