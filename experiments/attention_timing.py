@@ -10,6 +10,10 @@ import torch
 
 from experiments.attention_batches import Batch, Peer
 
+_FEWEST = 3
+_WAIT_S = 0.3
+"""For a quiet moment before a sample; then it is taken all the same, and counted apart."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -67,14 +71,18 @@ def errors_of(batch: Batch, sides: dict[str, Peer]) -> dict[str, float]:
 
 
 def time_sides(timing: Timing, sides: dict[str, Peer], canary: Canary) -> dict[str, tuple[list[float], bool]]:
-    """Each side's samples in seconds, taken in turns, and whether they are the quiet ones: all where none was."""
+    """Each side's samples in seconds, taken in turns, and whether they are the quiet ones.
+
+    All samples of all sides where some side has fewer than _FEWEST quiet ones: a ratio of one mood to another is none.
+    """
     quiet: dict[str, list[float]] = {name: [] for name in sides}
     every: dict[str, list[float]] = {name: [] for name in sides}
     end = time.perf_counter() + timing.patience_s
     clock = time.process_time if timing.clock == "cpu" else time.perf_counter
     while min(map(len, quiet.values())) < timing.samples and time.perf_counter() < end:
         for name, side in sides.items():
-            while not (before := timing.clock == "cpu" or canary.quiet()) and time.perf_counter() < end:
+            give_up = min(end, time.perf_counter() + _WAIT_S)
+            while not (before := timing.clock == "cpu" or canary.quiet()) and time.perf_counter() < give_up:
                 time.sleep(0.05)
             start = clock()
             side()
@@ -82,7 +90,8 @@ def time_sides(timing: Timing, sides: dict[str, Peer], canary: Canary) -> dict[s
             every[name].append(took)
             if before and (timing.clock == "cpu" or canary.quiet()):
                 quiet[name].append(took)
-    return {name: (quiet[name], True) if quiet[name] else (every[name], False) for name in sides}
+    enough = min(map(len, quiet.values())) >= min(_FEWEST, timing.samples)
+    return {name: (quiet[name] if enough else every[name], enough) for name in sides}
 
 
 def copy_bandwidth() -> float:

@@ -207,10 +207,12 @@ class TreePlan:
     def check_fits(self, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray) -> None:
         """ValueError unless the plan serves a batch of these lengths (its block tables are not looked at)."""
         expect(len(seq_lens) == self.num_seqs, "plan", f"one of {len(seq_lens)} sequences", self.num_seqs)
-        same = np.array_equal(cu_seqlens_q, self.cu_seqlens_q)
+        same, holds = np.array_equal(cu_seqlens_q, self.cu_seqlens_q), self.extents.holds(seq_lens)
+        if same and holds:
+            return
         expect(same, "plan", "one made with these cu_seqlens_q", self.cu_seqlens_q.tolist())
         expect(
-            self.extents.holds(seq_lens),
+            holds,
             "plan",
             "one whose seq_lens have the same cells as this call's; make a new one when a cell border is crossed",
             self.seq_lens.tolist(),

@@ -142,24 +142,34 @@ def _reduce(job: Job, rows: _TreeRows, mine: np.ndarray) -> None:
     base = work.row_base[mine].astype(np.int64)
     counts = work.row_base[mine + 1] - base
     total: State | None = None
-    run = State.empty(shape, spec.v_head_dim, device)
+    run = State.empty(shape, spec.v_head_dim, device) if not counts.all() else None  # else all rows get one at once
     for k in range(int(counts.max(initial=0))):
         active = np.flatnonzero(counts > k)
         entry = base[active] + k
         starts = work.slot_cells[entry] % RUN_CELLS == 0 if k else np.ones(len(active), dtype=bool)
-        if k and starts.any():
+        if run is not None and k and starts.any():
             new = torch.from_numpy(active[starts]).to(device)
             if total is None:
                 total = State.empty(shape, spec.v_head_dim, device)
             total.fold_state_at(new, _at(run, new))
         for which in (starts, ~starts):
-            if which.any():
-                of = torch.from_numpy(active[which]).to(device)
-                part = _at(slots, torch.from_numpy(work.row_slots[entry[which]].astype(np.int64) // group).to(device))
-                if which is starts:
-                    _replace(run, of, part)
+            of = active[which]
+            if not len(of):
+                continue
+            part = _at(slots, torch.from_numpy(work.row_slots[entry[which]].astype(np.int64) // group).to(device))
+            if len(of) == len(mine):
+                if run is None or which is starts:
+                    run = part
                 else:
-                    run.fold_state_at(of, part)
+                    run.fold_state(part)
+                continue
+            assert run is not None, "where every row has a partial, the first ones are of all rows"
+            if which is starts:
+                _replace(run, torch.from_numpy(of).to(device), part)
+            else:
+                run.fold_state_at(torch.from_numpy(of).to(device), part)
+    if run is None:  # no rows
+        return
     if total is None:
         total = run
     else:
