@@ -62,12 +62,17 @@ RULES = (
         "python -m experiments.routing --help",
         "Ray is an extra; tests/test_ray_replicas.py runs it where it is installed",
     ),
-    Rule(r"python -m (experiments\.\w+(?: --clock cpu)?)", r"python -m \1 --smoke --out {out}", OUT),
+    Rule(r"python -m (experiments\.\w+)(?: --full)?", r"python -m \1 --smoke --out {out}", OUT),
     Rule(r"python -m (radixkv|radixkv_kernels)\.selftest", r"python -m \1.selftest", "as it stands"),
     Rule(
         r"python -m radixkv_kernels\.aot",
         "python -m radixkv_kernels.aot --quick --arch sm_90",
         "all of it takes a quarter of an hour",
+    ),
+    Rule(
+        r"python -m radixkv_kernels\.triton_impl\.tuner ARCH",
+        "python -m radixkv_kernels.triton_impl.tuner --help",
+        "a table takes five minutes, and would be written into the package",
     ),
     Rule(r"pip install (\.|'\.\[(\w+)\]')", None, "make has installed it; the extra has to exist"),
 )
