@@ -83,3 +83,25 @@ def test_a_command_exists_with_its_options(command, monkeypatch):
 
 def test_there_are_commands():
     assert len(COMMANDS) > 30
+
+
+def test_every_claim_has_a_figure_a_command_and_a_verdict():
+    rows = [
+        line.strip().strip("|").split(" | ")
+        for line in (ROOT / "paper_notes" / "CLAIMS.md").read_text().splitlines()
+        if line.startswith("|") and not line.startswith(("|---", "| claim |"))
+    ]
+    assert len(rows) > 30
+    for row in rows:
+        assert len(row) == 4 and all(cell.strip() for cell in row), row
+        commands = re.findall(r"`((?:python -m|pytest|make) [^`]+)`", row[2])
+        assert commands, f"no command: {row[0]}"
+        for command in commands:
+            words = shlex.split(command)
+            if words[0] == "make":
+                assert words[1] in targets(), command
+            elif words[0] == "pytest":
+                paths = [ROOT / word for word in words[1:] if word.startswith("tests/")]
+                assert paths and all(path.exists() for path in paths), command
+            elif words[2].startswith("experiments."):
+                assert (ROOT / "experiments" / f"{words[2].removeprefix('experiments.')}.py").exists(), command
