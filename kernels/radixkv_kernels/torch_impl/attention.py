@@ -20,7 +20,7 @@ from .workspace import thread_workspace
 
 
 def unsupported(spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
-    """Does everything, on any device (off the CPU it copies lengths to the host, which synchronises)."""
+    """Does everything, on any device (off the CPU it copies lengths and ids to the host, which synchronises)."""
     return None
 
 

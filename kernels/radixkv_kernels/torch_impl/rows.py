@@ -46,7 +46,7 @@ class Job:
     def of(
         spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None, workspace: Workspace
     ) -> Job:
-        """Copies the lengths to the host (which synchronises on a GPU). O(num_seqs)."""
+        """Copies lengths and block ids to the host (which synchronises on a GPU; on a CPU ids are not copied)."""
         math = CellMath.of(spec, tensors)
         cu = tensors.cu_seqlens_q.cpu().numpy().astype(np.int64)
         seq_len = tensors.seq_lens.cpu().numpy().astype(np.int64)
