@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from radixkv.cache.base import PrefixCache
-from radixkv.cache.namespace import Namespace
+from radixkv.cache.base import PrefixCache, take_over
+from radixkv.cache.namespace import Namespace, kinds
 from radixkv.generation import Generation, Sample, Stream
+from radixkv.held_signals import held_signals
 from radixkv.kv_manager import KVManager
 from radixkv.metrics import Metrics
 from radixkv.model.checkpoint import load_checkpoint
-from radixkv.model.sampling import make_generator
+from radixkv.model.sampling import RandomNumbers
 from radixkv.model.tokenizer import Tokenizer
 from radixkv.prompts import Prompt, PromptReader
 from radixkv.replay import CacheConfig
@@ -47,10 +48,13 @@ class Engine:
 
     Args:
         runner: the model and the KV tensors.
-        scheduler: over a manager with as many blocks as the runner.
+        scheduler: over a manager with as many blocks as the runner. Both are this engine's alone from now on.
         tokenizer: None where prompts come as token ids and no text is wanted.
         eos_token_ids: the model's own end tokens.
         clock: seconds, for all times reported.
+
+    Raises:
+        ValueError: the pools differ in their number of blocks or in block_size, or another engine has one of the two.
     """
 
     def __init__(
@@ -62,6 +66,14 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        for name, wanted, got in (
+            ("num_blocks", runner.num_blocks, scheduler.manager.allocator.num_blocks),
+            ("block_size", runner.block_size, scheduler.block_size),
+        ):
+            if wanted != got:
+                raise ValueError(f"scheduler: expected a pool with {name} {wanted}, the runner's, got {got}")
+        take_over(scheduler, "scheduler", self)
+        take_over(runner, "runner", self)
         self.runner = runner
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -70,7 +82,7 @@ class Engine:
         self.stepper = Stepper(runner, scheduler, clock)
         self._prompts = PromptReader(tokenizer, runner.config.vocab_size, runner.config.max_positions)
         self._generations = self.stepper.generations
-        self._arriving: deque[Generation] = deque()
+        self._arriving: dict[str, Generation] = {}  # not known to the scheduler yet
         self._aborting: deque[Generation] = deque()
         self._names = itertools.count()
         self._adding = threading.Lock()
@@ -82,7 +94,7 @@ class Engine:
         path_or_preset: str | Path,
         *,
         cache: str | PrefixCache = "radix",
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -92,7 +104,7 @@ class Engine:
         order: str = "longest_prefix",
         max_overtakes: int = 256,
         queue_aware: bool = False,
-        policy: str = "lru",
+        policy: str | None = None,
         tree_attention: str = "auto",
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -101,9 +113,10 @@ class Engine:
 
         Args:
             path_or_preset: a Hugging Face folder, a .gguf file, or "tiny_gpt".
-            cache: radix, flat_hash, null, or a cache of your own.
+            cache: radix, flat_hash, null, or a cache of your own, which no other engine has.
+            block_size: tokens in a block, 16 unless said; not beside a cache of your own, which has one.
             num_blocks: blocks in the pool; None: as many as fit into 1 GiB.
-            policy: radix by name alone: what it evicts first (`radixkv.cache.eviction`).
+            policy: radix by name alone: what it evicts first (`radixkv.cache.eviction`), lru unless said.
             order, max_overtakes, queue_aware: as of `SchedulerConfig`.
             device: None: a GPU where there is one.
             deterministic: every logit the same bits whatever is cached, batched or chunked; None: on a CPU.
@@ -117,7 +130,11 @@ class Engine:
         checkpoint = load_checkpoint(path_or_preset, dtype=dtype, device=device, seed=seed)
         config = checkpoint.model.config
         if isinstance(cache, str):
-            cache = CacheConfig(cache, block_size, policy=policy).make()
+            cache = CacheConfig(cache, 16 if block_size is None else block_size, policy=policy or "lru").make()
+        else:
+            for name, value in (("block_size", block_size), ("policy", policy)):
+                if value is not None:
+                    raise ValueError(f"{name}: expected None beside a cache of your own, got {value!r}")
         if num_blocks is None:
             dtype = checkpoint.model.weights.embedding.dtype
             num_blocks = max(DEFAULT_KV_BYTES // kv_bytes_per_block(config, cache.block_size, dtype), 1)
@@ -172,7 +189,10 @@ class Engine:
         namespace: Namespace | None = None,
         priority: int = 0,
         keep_steps: int = 0,
+        *,
+        into: list[Generation] | None = None,
     ) -> Generation:
+        """`add_request`; the generation is in `into` as soon as an interruption could leave it behind."""
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
@@ -182,31 +202,44 @@ class Engine:
             raise ValueError(f"request_id: expected a str or None, got {request_id!r}")
         token_ids = self._prompts.read(prompt, params.max_tokens)
         samples = [self._sample(params, index) for index in range(params.n)]
-        with self._adding:
+        with held_signals(), self._adding:
             if request_id is None:
-                request_id = next(name for name in map(str, self._names) if name not in self._generations)
+                request_id = next(name for name in map(str, self._names) if self._known(name) is None)
             request = Request(request_id, tuple(token_ids), params, namespace, priority, keep_steps)
             self.scheduler.check_fits(request)
-            if request_id in self._generations:
+            if self._known(request_id) is not None:
                 raise ValueError(f"request_id: expected one that is not in use, got {request_id!r}")
-            generation = self._generations[request_id] = Generation(request, samples, self._clock())
-            self._arriving.append(generation)
+            generation = Generation(request, samples, self._clock())
+            if into is not None:
+                into.append(generation)
+            self._arriving[request_id] = generation
         return generation
+
+    def _known(self, request_id: str) -> Generation | None:
+        """An unfinished request, or None. What is taken in stands in both places for a moment, never in none."""
+        return self._arriving.get(request_id) or self._generations.get(request_id)
 
     def _sample(self, params: SamplingParams, index: int) -> Sample:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
-        return Sample(params, make_generator(params.seed, index), detokenizer, stops)
+        make_detokenizer = self.tokenizer.detokenizer if self.tokenizer else None
+        return Sample(params, RandomNumbers(params.seed, index), make_detokenizer, stops)
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; one that is not known, or ended, is passed over. From any thread."""
-        generation = self._generations.get(request_id)
+        generation = self._known(request_id)
         if generation is not None:
             self._aborting.append(generation)
 
     def generation(self, request_id: str) -> Generation:
-        """Returns what is known of an unfinished request; the object lives on when it ends."""
-        return self._generations[request_id]
+        """Returns what is known of an unfinished request; the object lives on when it ends.
+
+        Raises:
+            KeyError: no unfinished request has that id.
+        """
+        generation = self._known(request_id)
+        if generation is None:
+            raise KeyError(request_id)
+        return generation
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -227,8 +260,9 @@ class Engine:
         Raises:
             ValueError: no namespace.
         """
+        kinds(namespace)  # refuses what is no namespace
         with self._stepping:
-            stats = self.scheduler.manager.reset(namespace)
+            stats = self.stepper.change(lambda: self.scheduler.manager.reset(namespace))
             self.metrics.num_resets += 1
             return stats
 
@@ -243,19 +277,29 @@ class Engine:
         """Takes in what has arrived, schedules, runs, samples. A second thread waits until the first has finished.
 
         A forward pass that fails is withdrawn, and each of its sequences runs by itself; one that fails alone ends
-        with finish_reason "error", and nobody else notices. An interruption (Ctrl-C) withdraws the step and goes on up.
+        with finish_reason "error", and no other request notices. An interruption (Ctrl-C) withdraws the step and goes
+        on up. So does whatever else is raised, at any line: every request goes on from the tokens it has with the next
+        step, and gives the tokens it would have given (see `radixkv.stepper`).
         """
         with self._stepping:
             return self.stepper.step(self._take_in)
 
     def _take_in(self) -> None:
-        # Whoever is aborted by now has been added by now.
-        aborting = [self._aborting.popleft() for _ in range(len(self._aborting))]
-        for _ in range(len(self._arriving)):
-            self.scheduler.add(self._arriving.popleft().request)
-        for generation in aborting:
-            if self._generations.get(generation.request.request_id) is generation:
-                self.stepper.end_all(generation.request.request_id, "abort")
+        # A request that is aborted by now has been added by now. Each is taken out of its queue last, so that an
+        # interruption loses none.
+        num_aborting = len(self._aborting)
+        with self._adding:
+            arriving = list(self._arriving.items())
+        for request_id, generation in arriving:
+            self._generations[request_id] = generation
+            if not self.scheduler.sequences(request_id):
+                self.scheduler.add(generation.request)
+            del self._arriving[request_id]
+        for _ in range(num_aborting):
+            request_id = self._aborting[0].request.request_id
+            if self._generations.get(request_id) is self._aborting[0]:
+                self.stepper.end_all(request_id, "abort")
+            self._aborting.popleft()
 
     # ---- whole requests
 
@@ -271,6 +315,7 @@ class Engine:
 
         Raises:
             ValueError: a prompt can't be served; then none is.
+            BaseException: whatever a step raises. The prompts are aborted; other requests are as they were.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -280,13 +325,12 @@ class Engine:
         generations: list[Generation] = []
         try:
             for prompt, params in zip(prompts, each, strict=True):
-                generations.append(self._add(prompt, params))
+                self._add(prompt, params, into=generations)
+            while not all(generation.is_finished for generation in generations):
+                self.step()
         except BaseException:
-            self._aborting.extend(generations)
-            self._settle()
+            self._abort(generations)
             raise
-        while not all(generation.is_finished for generation in generations):
-            self.step()
         return [generation.output() for generation in generations]
 
     def stream(
@@ -323,24 +367,24 @@ class Engine:
         self, prompt: Prompt, sampling_params: SamplingParams | None, options: dict[str, Any]
     ) -> Iterator[Stream]:
         """Adds a request, and aborts it when the block is left before it has ended."""
-        generation = self._add(prompt, sampling_params, **options)
+        followed: list[Generation] = []
         try:
-            yield Stream(generation)
+            yield Stream(self._add(prompt, sampling_params, **options, into=followed))
         finally:
-            if not generation.is_finished:
-                self._aborting.append(generation)
-                self._settle()
+            self._abort(followed)
+
+    def _abort(self, generations: list[Generation]) -> None:
+        """Ends those that have not ended: now, where no step is under way; else the next one does."""
+        unfinished = [generation for generation in generations if not generation.is_finished]
+        self._aborting.extend(unfinished)
+        if unfinished and self._stepping.acquire(blocking=False):
+            try:
+                self.stepper.change(self._take_in)
+            finally:
+                self._stepping.release()
 
     def _step_for(self, stream: Stream) -> None:
         """Steps, unless another stream's step has brought this one something in the meantime."""
         with self._stepping:
             if not stream.has_news:
                 self.stepper.step(self._take_in)
-
-    def _settle(self) -> None:
-        """Takes aborts in now, where no step is under way; else the next one does."""
-        if self._stepping.acquire(blocking=False):
-            try:
-                self._take_in()
-            finally:
-                self._stepping.release()

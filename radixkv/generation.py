@@ -1,13 +1,12 @@
-"""What became of a request so far: tokens, text, why it ended. Called by `radixkv.engine` for each token sampled."""
+"""What became of a request so far: tokens, text, why it ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
+from radixkv.model.sampling import RandomNumbers
 from radixkv.request import (
     CompletionOutput,
     Request,
@@ -29,47 +28,79 @@ class Detokenizer(Protocol):
 class Sample:
     """One of n samples of a request.
 
+    Its tokens are the truth; text and the end that they bring follow from them. So an interruption at any line leaves
+    nothing that `repair` can't make good.
+
+    Args:
+        numbers: its own, so that its tokens do not depend on what runs beside it.
+        make_detokenizer: None where no text is wanted.
+
     Attributes:
-        generator: its own, so that its tokens do not depend on what runs beside it.
+        token_ids: sampled so far.
         finish_reason: None while it runs.
+        error: what failed, where that is the reason.
     """
 
     def __init__(
         self,
         params: SamplingParams,
-        generator: np.random.Generator,
-        detokenizer: Detokenizer | None,
+        numbers: RandomNumbers,
+        make_detokenizer: Callable[[], Detokenizer] | None,
         stop_token_ids: frozenset[int],
     ) -> None:
-        self.generator = generator
         self.finish_reason: str | None = None
         self.error: str | None = None
+        self.token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._params = params
-        self._detokenizer = detokenizer
+        self._numbers = numbers
+        self._make_detokenizer = make_detokenizer
         self._stop_token_ids = stop_token_ids
         self._longest_stop = max(map(len, params.stop), default=0)
-        self.token_ids: list[int] = []
-        self.text = ""
-        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._begin_text()
 
-    @property
-    def is_random(self) -> bool:
-        """Whether its generator is used at all."""
-        return self._params.temperature > 0
+    def _begin_text(self) -> None:
+        self.text = ""
+        self._num_read = 0  # tokens that text and finish_reason know of
+        self._detokenizer = self._make_detokenizer() if self._make_detokenizer is not None else None
+
+    def next_number(self) -> float:
+        """The random number of its next token: the same until that is appended. 0 for greedy samples."""
+        return self._numbers[len(self.token_ids)] if self._params.temperature > 0 else 0.0
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
-        """Takes a sampled token in. Returns whether the sample has ended."""
-        self.token_ids.append(token_id)
+        """Takes a sampled token in. Returns whether the sample has ended; with "error" where detokenizing failed."""
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
+        self.token_ids.append(token_id)
+        self._read()
+        return self.finish_reason is not None
+
+    def repair(self) -> None:
+        """Makes all of it agree with the tokens again, after an interruption. O(tokens)."""
+        if self._logprobs is not None:
+            del self._logprobs[len(self.token_ids) :]
+        if self.finish_reason is None:
+            self._begin_text()
+            while self._num_read < len(self.token_ids) and self.finish_reason is None:
+                self._read()
+
+    def _read(self) -> None:
+        """Goes on by one token with the text."""
+        token_id = self.token_ids[self._num_read]
+        self._num_read += 1
         if token_id in self._stop_token_ids:
             self.end("stop")
-        else:
-            if self._detokenizer is not None:
-                self._add_text(self._detokenizer.push(token_id))
-            if self.finish_reason is None and len(self.token_ids) == self._params.max_tokens:
-                self.end("length")
-        return self.finish_reason is not None
+            return
+        if self._detokenizer is not None:
+            try:
+                piece = self._detokenizer.push(token_id)
+            except Exception as error:
+                self.end("error", described(error))
+                return
+            self._add_text(piece)
+        if self.finish_reason is None and self._num_read == self._params.max_tokens:
+            self.end("length")
 
     def _add_text(self, piece: str) -> None:
         searched = max(len(self.text) - self._longest_stop, 0)
@@ -80,13 +111,18 @@ class Sample:
             self.finish_reason = "stop"
 
     def end(self, reason: str, error: str | None = None) -> None:
-        """Ends the sample, whatever it was doing."""
-        rest = self._detokenizer.finish() if self._detokenizer is not None and reason != "error" else ""
-        if rest:
-            self._add_text(rest)
+        """Ends the sample, whatever it was doing. A detokenizer that fails now makes an error of a stop."""
+        if self._detokenizer is not None and reason != "error":
+            try:
+                rest = self._detokenizer.finish()
+            except Exception as failed:
+                error = described(failed)
+                reason = reason if reason == "abort" else "error"
+            else:
+                self._add_text(rest)
+        self.error = error
         if self.finish_reason is None or reason != "length":
             self.finish_reason = reason
-        self.error = error
 
     def output(self) -> CompletionOutput:
         logprobs = None if self._logprobs is None else list(self._logprobs)
@@ -149,3 +185,8 @@ class Stream:
         self.is_over = self._generation.is_finished
         self._num_seen = self._generation.num_tokens
         return self._generation.output()
+
+
+def described(error: Exception) -> str:
+    """What a request that failed of it says."""
+    return f"{type(error).__name__}: {error}"

@@ -15,10 +15,12 @@ step is scheduled, so that one batch computes a shared prefix once), then run th
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from radixkv.block_allocator import BlockAllocator, OutOfBlocks
-from radixkv.cache.base import NO_BLOCKS, Blocks, CacheCorruption, PrefixCache, Tail, check_count
+from radixkv.cache.base import NO_BLOCKS, Blocks, CacheCorruption, PrefixCache, Tail, check_count, take_over
 from radixkv.cache.namespace import Namespace
 from radixkv.sequence_blocks import BlockCopy, PoolSizes, ResetStats, SequenceBlocks, StepLog
 from radixkv.tokens import TOKEN_BYTES, TokenIds, pack
@@ -28,22 +30,45 @@ class KVManager:
     """Hands blocks to sequences, evicting cached ones where needed.
 
     Args:
-        cache: any `radixkv.cache.base.PrefixCache`.
+        cache: any `radixkv.cache.base.PrefixCache` that holds nothing; this manager's alone from now on.
         num_blocks: blocks in the pool; None for a pool without end.
 
     Attributes:
         num_evicted_blocks: blocks evicted to make room, so far.
+
+    Raises:
+        ValueError: num_blocks is below 1; the cache belongs to another manager, or holds blocks already: they would be
+            served as if this pool's had been written.
+
+    An exception that a method does not document (Ctrl-C, no memory left) may leave the manager half way; `clear` makes
+    it usable again.
     """
 
     def __init__(self, cache: PrefixCache, num_blocks: int | None = None) -> None:
         if num_blocks is not None and check_count("num_blocks", num_blocks) == 0:
             raise ValueError("num_blocks: expected an int >= 1 or None, got 0")
+        if sum(cache.sizes):
+            raise ValueError(f"cache: expected one that holds nothing, got {sum(cache.sizes)} blocks of another pool")
+        take_over(cache, "cache", self)
         self.cache = cache
-        self.allocator = BlockAllocator(num_blocks)
+        self.owner: Any = None  # the scheduler that it belongs to
         self.num_evicted_blocks = 0
+        self._num_blocks = num_blocks
+        self._begin()
+
+    def _begin(self) -> None:
+        self.allocator = BlockAllocator(self._num_blocks)
         self._sequences: dict[int, SequenceBlocks] = {}
         self._copying: list[SequenceBlocks] = []
         self._step: dict[int, StepLog] = {}  # by id of a sequence held here: of those that the step has changed
+
+    def clear(self) -> None:
+        """Begins anew: every block is free, nothing is cached, every sequence has ended.
+
+        For a caller that was interrupted in the middle of a call. Cost: as `PrefixCache.clear`.
+        """
+        self._begin()
+        self.cache.clear()
 
     # ---- admission
 

@@ -8,6 +8,7 @@ tensors outlives a call; what `tree_plans` remembers of block tables only saves 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ class Runner:
         if self.dtype not in usable:
             raise ValueError(f"dtype: expected one of {usable} on {self.device.type}, got {self.dtype}")
         self.config = config
+        self.owner: Any = None  # the engine that it belongs to
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tree_plans = TreePlans(
@@ -103,6 +105,10 @@ class Runner:
         if not batch.sequences:
             return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=self.device)
         return self._decoder.forward(self._input(batch.sequences), self.k_cache, self.v_cache)
+
+    def forget_plans(self) -> None:
+        """Forgets what is known of block tables; the next batch is looked at anew. At any time."""
+        self.tree_plans.clear()
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[BlockCopy]) -> None:

@@ -11,15 +11,16 @@ where its blocks come from, `radixkv.running`. Whatever a step computes is publi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedKeyList
 
 from radixkv.batch import ScheduledBatch
 from radixkv.block_allocator import OutOfBlocks
-from radixkv.cache.base import check_count
+from radixkv.cache.base import check_count, take_over
 from radixkv.cache.namespace import parts
 from radixkv.cache.watch import Watch
 from radixkv.kv_manager import BlockCopy, KVManager
@@ -66,39 +67,91 @@ class SchedulerConfig:
             raise ValueError(f"queue_aware: expected True or False, got {self.queue_aware!r}")
 
 
+class Unfinished(NamedTuple):
+    """A request as it is known outside of the scheduler.
+
+    Attributes:
+        samples: by number, the tokens of those that have not ended; sample 0 alone where the prompt was never computed.
+        num_cached_tokens: of the prompt, found at its first admission; None where no step with it has run.
+    """
+
+    request: Request
+    samples: Mapping[int, Iterable[int]]
+    num_cached_tokens: int | None
+
+
 class Scheduler:
     """Decides what runs next.
 
     Args:
-        manager: of a pool with a bound.
+        manager: of a pool with a bound; this scheduler's alone from now on.
         config: limits and order.
 
     Attributes:
         waiting: the sequences that wait.
         num_hit_tokens: of prompts at their first admission, so far.
+
+    Raises:
+        ValueError: the pool has no bound, or the manager belongs to another scheduler.
+
+    An exception that a method does not document (Ctrl-C, no memory left) may leave the scheduler half way; `restart`
+    makes it usable again.
     """
 
     def __init__(self, manager: KVManager, config: SchedulerConfig | None = None) -> None:
         if manager.allocator.num_blocks is None:
             raise ValueError("manager: expected a pool with a bound, got one without")
+        self.config = config or SchedulerConfig()
+        self.waiting = self._make_waiting(manager)
+        take_over(manager, "manager", self)
         self.manager = manager
-        self.config = config = config or SchedulerConfig()
+        self.owner: Any = None  # the engine that it belongs to
         self.block_size = manager.cache.block_size
-        self.waiting = WaitingQueue(
-            manager.cache,
-            config.order,
-            config.max_overtakes,
-            queue_aware=config.queue_aware,
-            seed=config.seed,
-        )
         self.num_hit_tokens = 0
         self._running = self._make_running()
         self._requests: dict[str, list[Sequence]] = {}
-        self._kept: list[tuple[int, int, Watch]] = []  # a heap, by the step in which they are let go
+        self._kept: list[tuple[int, int, int, Watch]] = []  # a heap, by the step in which they are let go
+        self._num_kept_tokens = 0
         self._next_id = self._next_arrival = 0
+
+    def _make_waiting(self, manager: KVManager) -> WaitingQueue:
+        config = self.config
+        return WaitingQueue(
+            manager.cache, config.order, config.max_overtakes, queue_aware=config.queue_aware, seed=config.seed
+        )
 
     def _make_running(self) -> RunningSequences:
         return RunningSequences(self.manager, self.waiting.add)
+
+    def restart(self, unfinished: Iterable[Unfinished], num_hit_tokens: int) -> None:
+        """Begins anew with requests as they are known from outside; whatever is in here, half done or not, is dropped.
+
+        For a caller that was interrupted in the middle of a call. The pool is empty afterwards, and all of them wait.
+
+        Args:
+            unfinished: in order of arrival.
+            num_hit_tokens: of the requests that have started.
+
+        Cost: O(tokens), and a match for each where the order uses them.
+        """
+        before = {(s.request.request_id, s.sample): s for group in self._requests.values() for s in group}
+        num_preemptions, step = self._running.num_preemptions, self._running.step
+        self.manager.clear()
+        self._requests, self._kept, self._num_kept_tokens = {}, [], 0
+        self.waiting = self._make_waiting(self.manager)
+        self._running = self._make_running()
+        self._running.num_preemptions, self._running.step = num_preemptions, step
+        self.num_hit_tokens = num_hit_tokens
+        for known in unfinished:
+            arrival, self._next_arrival = self._next_arrival, self._next_arrival + 1
+            for sample, token_ids in known.samples.items():
+                sequence = self._new_sequence((arrival, sample), known.request, sample)
+                for token_id in token_ids:
+                    self.append_token(sequence, token_id)
+                sequence.num_cached_tokens = known.num_cached_tokens
+                if same := before.get((known.request.request_id, sample)):
+                    sequence.num_preemptions = same.num_preemptions
+                self.waiting.add(sequence)
 
     # ---- requests
 
@@ -135,7 +188,7 @@ class Scheduler:
         pack(request.prompt_token_ids)
         parts(request.namespace)
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling_params.max_tokens
-        num_slots = (self.manager.allocator.num_blocks or 0) * self.block_size
+        num_slots = self._num_slots
         if not num_prompt:
             raise ValueError("prompt_token_ids: expected at least one token, got none")
         if num_prompt + max_tokens - 1 > num_slots:
@@ -163,7 +216,7 @@ class Scheduler:
             if sequence.num_computed - sequence.blocks.lease.num_tokens >= self.block_size:  # between two strides
                 self._running.publish(sequence, 0, sequence.num_computed)
                 self.manager.commit()
-            if sequence.request.keep_steps:
+            if sequence.request.keep_steps and sequence.num_computed:
                 self._keep(sequence)
             self._running.let_go(sequence)
         siblings = self._requests[sequence.request.request_id]
@@ -172,9 +225,25 @@ class Scheduler:
             del self._requests[sequence.request.request_id]
 
     def _keep(self, sequence: Sequence) -> None:
-        tokens = sequence.packed(0, sequence.num_computed)
+        tokens, num_tokens = sequence.packed(0, sequence.num_computed), sequence.num_computed
         watch = self.manager.cache.watch(tokens, sequence.request.namespace, rank=KEPT_RANK)
-        heappush(self._kept, (self._running.step + sequence.request.keep_steps, sequence.sequence_id, watch))
+        last_step = self._running.step + sequence.request.keep_steps
+        heappush(self._kept, (last_step, sequence.sequence_id, num_tokens, watch))
+        self._num_kept_tokens += num_tokens
+        # More than the pool holds can't be kept, so a number of steps without end takes no memory without end.
+        while self._num_kept_tokens > self._num_slots:
+            self._let_go_first()
+
+    def _let_go_first(self) -> None:
+        """Keeps the prefix no longer that would have been let go first."""
+        _, _, num_tokens, watch = heappop(self._kept)
+        self._num_kept_tokens -= num_tokens
+        self.manager.cache.unwatch(watch)
+
+    @property
+    def _num_slots(self) -> int:
+        """Tokens that the pool holds."""
+        return (self.manager.allocator.num_blocks or 0) * self.block_size
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
         """Adds a sampled token; its KV is computed when it is fed in a later step."""
@@ -188,7 +257,8 @@ class Scheduler:
         sample waits like a request of its own.
 
         Returns:
-            The new sequence, and the copies, to be run before anything else is.
+            The new sequence, and the copies, to be run before anything else is; then call `copied`. Until then nothing
+            counts as computed of what is its own.
         """
         other = self._new_sequence((sequence.arrival[0], sample), sequence.request, sample)
         other.num_cached_tokens = sequence.num_cached_tokens
@@ -201,9 +271,13 @@ class Scheduler:
         except OutOfBlocks:
             self.waiting.add(other)
             return other, []
-        other.num_computed = sequence.num_computed
         self.running.add(other)
         return other, copies
+
+    def copied(self, other: Sequence, sequence: Sequence) -> None:
+        """The copies of a fork have run: it has computed what the sequence has."""
+        if other.blocks is not None:
+            other.num_computed = sequence.num_computed
 
     # ---- a step
 
@@ -219,7 +293,7 @@ class Scheduler:
             raise RuntimeError("schedule: expected the last step to be committed or withdrawn before the next")
         running.begin_step()
         while self._kept and self._kept[0][0] <= running.step:
-            self.manager.cache.unwatch(heappop(self._kept)[2])
+            self._let_go_first()
         budget, prefills = running.schedule_decodes(self.config.max_num_batched_tokens)
         for sequence in prefills:
             if budget and sequence.blocks is not None:

@@ -7,7 +7,9 @@ whatever was served from a foreign or a stale slot, or sampled with a foreign nu
 `ShadowMachine` is a hypothesis state machine: a failure is shrunk to a script of its rules.
 """
 
+import sys
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,12 +17,13 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+import radixkv
 from radixkv.cache.flat_hash import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt, kinds, parts
 from radixkv.cache.radix import RadixCache
 from radixkv.engine import Engine
 from radixkv.kv_manager import KVManager
-from radixkv.model.sampling import make_generator, sample_tokens
+from radixkv.model.sampling import RandomNumbers, sample_tokens
 from radixkv.request import SamplingParams
 from radixkv.scheduler import Scheduler, SchedulerConfig
 
@@ -52,10 +55,10 @@ def expected(tokens, namespace, params):
     """What each of n samples generates, whatever runs beside it."""
     every = []
     for sample in range(params.n):
-        generator, generated = make_generator(params.seed, sample), []
-        for _ in range(params.max_tokens):
+        numbers, generated = RandomNumbers(params.seed, sample), []
+        for i in range(params.max_tokens):
             row = torch.tensor([logits_of(histories(namespace, tokens + generated)[-1])])
-            generated.append(sample_tokens(row, [params], [generator])[0].token_id)
+            generated.append(sample_tokens(row, [params], [numbers[i]])[0].token_id)
         every.append(generated)
     return every
 
@@ -71,6 +74,7 @@ class ShadowRunner:
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
+        self.owner = None
         self.config = SimpleNamespace(vocab_size=VOCABULARY, max_positions=MAX_POSITIONS)
         self.block_size = scheduler.block_size
         self.num_blocks = scheduler.manager.allocator.num_blocks
@@ -82,6 +86,10 @@ class ShadowRunner:
 
     def slot(self, item, position):
         return int(item.block_table[position // self.block_size]), position % self.block_size
+
+    def forget_plans(self):
+        """All begins anew: nothing that was written so far is to be read."""
+        self.slots.clear()
 
     def copy(self, copies):
         if copies and self.fails_once == "copy":
@@ -157,10 +165,40 @@ NAMESPACES += [Media("cat", 2, 3), (LoRA("x"), Salt("b", start=4))]
 RESETS = [None, Salt("a"), LoRA("x"), Media("cat", 0, 3)]
 
 
+PACKAGE = str(Path(radixkv.__file__).parent)
+
+
+class PlantedError:
+    """Raises at a line of the package: the `num_lines`-th of those that run inside `with` blocks, counted together."""
+
+    def __init__(self, num_lines, error):
+        self.left, self.error = num_lines, error
+        self.where = None
+
+    def __enter__(self):
+        sys.settrace(self.entered)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def entered(self, frame, event, _):
+        return self.line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def line(self, frame, event, _):
+        if event == "line":
+            self.left -= 1
+            if self.left < 0 and self.where is None:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise self.error
+        return self.line if self.where is None else None
+
+
 class ShadowMachine(RuleBasedStateMachine):
     """Rules are what happens to an engine. A script of them is what hypothesis prints where one goes wrong."""
 
     totals: ClassVar[dict] = {}  # what all runs of a process have met
+    plants_errors = False
 
     @initialize(
         cache=st.sampled_from(sorted(CACHES)),
@@ -179,6 +217,8 @@ class ShadowMachine(RuleBasedStateMachine):
         self.runner = ShadowRunner(scheduler)
         self.engine = Engine(self.runner, scheduler)
         self.has_failed = False
+        self.planted = None
+        self.num_interrupted = 0
         self.texts = [([(i * i) % VOCABULARY for i in range(36)], [])]
         self.asked = {}  # by id: (generation, tokens, namespace, params)
 
@@ -202,8 +242,12 @@ class ShadowMachine(RuleBasedStateMachine):
             return
         name = str(len(self.asked))
         hints = {"priority": priority, "keep_steps": keep_steps}
-        self.engine.add_request(tokens, params, request_id=name, namespace=namespace, **hints)
-        generation = self.engine.generation(name)
+        self.call(lambda: self.engine.add_request(tokens, params, request_id=name, namespace=namespace, **hints))
+        try:
+            generation = self.engine.generation(name)
+        except KeyError:
+            assert self.num_interrupted
+            return
         self.texts = [*self.texts[-5:], (tokens, generation.samples[0].token_ids)]
         self.asked[name] = (generation, tokens, namespace, params)
 
@@ -217,12 +261,13 @@ class ShadowMachine(RuleBasedStateMachine):
     def one_step(self):
         self.has_failed = True  # until it is known that it has not: no use in going on then
         try:
-            stats = self.engine.step()
+            stats = self.call(self.engine.step)
         except KeyboardInterrupt:
             self.count("interrupts", 1)
+            stats = None
         except WrongRead as error:
             raise AssertionError(str(error)) from None
-        else:
+        if stats is not None:
             self.count("hits", stats.num_hit_tokens)
             self.count("preemptions", stats.num_preemptions)
             self.count("evictions", stats.num_evicted_blocks)
@@ -230,10 +275,32 @@ class ShadowMachine(RuleBasedStateMachine):
         self.owners_add_up()
         self.has_failed = False
 
+    def call(self, do):
+        """Does it, with what is planted; returns its result, or None where that was raised."""
+        if self.planted is None:
+            return do()
+        try:
+            with self.planted:
+                return do()
+        except (KeyboardInterrupt, MemoryError) as error:
+            if error is not self.planted.error:
+                raise
+            self.count("interrupted lines", 1)
+        finally:
+            if self.planted.where is not None:
+                self.num_interrupted += 1
+                self.planted = None
+
+    @rule(num_lines=st.integers(0, 60) | st.integers(0, 2500), error=st.sampled_from([KeyboardInterrupt, MemoryError]))
+    def interrupt(self, num_lines, error):
+        """At a line of the package that runs sooner or later in what follows."""
+        if self.plants_errors and self.planted is None:
+            self.planted = PlantedError(num_lines, error("planted at a line"))
+
     @precondition(lambda self: self.engine.has_unfinished_requests)
     @rule(index=st.integers(0, 30))
     def abort(self, index):
-        self.engine.abort(str(index % (len(self.asked) + 1)))
+        self.call(lambda: self.engine.abort(str(index % (len(self.asked) + 1))))
 
     @precondition(lambda self: len(self.asked) > 4 * len(self.runner.nan_for | self.runner.fails_for))
     @rule(index=st.integers(0, 30), nan=st.booleans())
@@ -250,7 +317,10 @@ class ShadowMachine(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from(RESETS))
     def reset(self, namespace):
         running = {sequence.sequence_id for sequence in self.runner.scheduler.running}
-        stats = self.engine.reset_cache(namespace)
+        stats = self.call(lambda: self.engine.reset_cache(namespace))
+        if stats is None:
+            self.owners_add_up()
+            return
         self.runner.resets.append((namespace, running))
         if namespace is None:
             for _, tokens, own, _ in self.asked.values():
@@ -267,6 +337,7 @@ class ShadowMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "manager") or self.has_failed:
             return
+        self.planted = None
         for _ in range(3000):
             if not self.engine.has_unfinished_requests:
                 break
@@ -286,6 +357,10 @@ class ShadowMachine(RuleBasedStateMachine):
         generations = [generation for generation, *_ in self.asked.values()]
         started = [generation for generation in generations if generation.has_started]
         metrics, scheduler = self.engine.metrics, self.runner.scheduler
+        if self.num_interrupted:  # each may have come between an event and its being counted
+            assert abs(metrics.num_generated_tokens - sum(g.num_tokens for g in generations)) <= self.num_interrupted
+            assert abs(sum(metrics.finished.values()) - len(generations)) <= self.num_interrupted
+            return
         assert metrics.num_prompt_tokens == sum(len(g.request.prompt_token_ids) for g in started)
         assert metrics.num_hit_tokens == sum(g.num_cached_tokens for g in started)
         assert metrics.num_generated_tokens == sum(g.num_tokens for g in generations)
@@ -299,9 +374,18 @@ class ShadowMachine(RuleBasedStateMachine):
             assert output.token_ids == tokens[: len(output.token_ids)], f"request {name}: expected {tokens}"
             if output.finish_reason == "error":
                 # A copy that fails at a fork is the request's own; every other planted fault is somebody's by name.
-                assert may_fail or "planted in a copy" in output.error, output.error
+                assert may_fail or any(f"planted {at}" in output.error for at in ("in a copy", "at a line")), (
+                    output.error
+                )
             elif output.finish_reason != "abort":
                 assert output.finish_reason == "length" and output.token_ids == tokens, f"request {name}: {output}"
 
     def count(self, what, number):
         self.totals[what] = self.totals.get(what, 0) + number
+
+
+class InterruptedMachine(ShadowMachine):
+    """The same, with errors at random lines of the package."""
+
+    totals: ClassVar[dict] = {}
+    plants_errors = True

@@ -81,6 +81,7 @@ class Driver:
                 for sample in range(1, params.n):
                     other, copies = self.scheduler.fork(sequence, sample)
                     self.runner.copy(copies)
+                    self.scheduler.copied(other, sequence)
                     self.accept(other, (token + sample) % 7)
             self.accept(sequence, token)
 

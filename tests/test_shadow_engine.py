@@ -9,22 +9,22 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shadow_engine import ShadowMachine
+from shadow_engine import InterruptedMachine, ShadowMachine
 
 NUM_SCRIPTS = int(os.environ.get("RADIXKV_SCRIPTS", "100"))
 
 
-def run(num_runs, **options):
+def run(num_runs, machine=ShadowMachine, **options):
     """Runs random scripts; returns what they met, all together."""
-    ShadowMachine.totals.clear()
+    machine.totals.clear()
     options = {"stateful_step_count": 40, "derandomize": True, **options}
     run_state_machine_as_test(
-        ShadowMachine,
+        machine,
         settings=settings(
             max_examples=num_runs, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options
         ),
     )
-    return dict(ShadowMachine.totals)
+    return dict(machine.totals)
 
 
 def test_random_scripts():
@@ -39,3 +39,14 @@ def test_two_thousand_random_scripts():
     assert met["runs"] >= 2000
     wanted = ("hits", "preemptions", "evictions", "errors", "copies", "resets", "interrupts", "forgotten while pinned")
     assert all(met[what] > 100 for what in wanted), met
+
+
+def test_random_scripts_interrupted_at_random_lines():
+    met = run(NUM_SCRIPTS, InterruptedMachine)
+    assert met["runs"] >= NUM_SCRIPTS and met["interrupted lines"] > NUM_SCRIPTS / 4, met
+
+
+@pytest.mark.slow
+def test_two_thousand_random_scripts_interrupted_at_random_lines():
+    met = run(2000, InterruptedMachine, derandomize="CI" in os.environ)
+    assert met["runs"] >= 2000 and met["interrupted lines"] >= 2000, met

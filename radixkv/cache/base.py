@@ -110,6 +110,7 @@ class PrefixCache(Protocol):
 
     block_size: int
     partial_blocks: bool  # whether matches go on into a block, and tails are kept
+    owner: Any  # what allocates its blocks (`take_over`); None: nothing does yet
 
     def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
         """Returns how many of these tokens are cached, a partial block's included. Changes nothing at all."""
@@ -178,6 +179,17 @@ class PrefixCache(Protocol):
         """
         ...
 
+    def clear(self) -> None:
+        """Begins anew, with nothing: no block, no lease, no watch. Subscribers stay, and are told.
+
+        For a caller whose operation was interrupted in the middle (Ctrl-C, no memory left): an exception that a method
+        does not document may leave any part of a cache half done, and this looks at none of it. All blocks are the
+        caller's again; every lease and watch has ended.
+
+        Cost: O(leases + watches).
+        """
+        ...
+
     def evict(self, num_blocks: int) -> Blocks:
         """Gives up unpinned blocks, leaf first, tail first; never more than asked, fewer where fewer are unpinned."""
         ...
@@ -185,7 +197,9 @@ class PrefixCache(Protocol):
     def subscribe(self, callback: Callable[[int, Any], None]) -> Callable[[], None]:
         """Announces to `callback(number, event)` what the cache holds, and from then on what changes.
 
-        Events are those of `radixkv.cache.events`, numbered from 0 for each subscriber. Returns what ends it.
+        Events are those of `radixkv.cache.events`, numbered from 0 for each subscriber. Returns what ends it. A
+        callback that raises disturbs neither the cache nor other subscribers: at the next commit it is told
+        `AllBlocksCleared` and everything anew; where that fails too, the subscription ends. Both are logged.
         """
         ...
 
@@ -239,6 +253,20 @@ def check_count(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
         raise ValueError(f"{name}: expected an int >= 0, got {value!r}")
     return int(value)
+
+
+def take_over(part: Any, name: str, owner: Any) -> None:
+    """Makes `owner` the one owner of a part that has room for one alone; for good.
+
+    Raises:
+        ValueError: another has it already: block ids of one pool say nothing in another.
+    """
+    if part.owner is not None:
+        raise ValueError(
+            f"{name}: expected one that nothing else uses, got {part!r} of {type(part.owner).__name__} "
+            f"{id(part.owner):#x}; make a new one for each engine"
+        )
+    part.owner = owner
 
 
 def check_live(lease: Lease) -> None:

@@ -6,6 +6,7 @@ from `commit` and `evict`, and only while someone subscribes. The hash of a bloc
 before it (`radixkv.cache.hashing`), so equal content has equal hashes in every cache that hashes alike.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +16,8 @@ from radixkv.cache.namespace import Namespace, parts
 from radixkv.tokens import TOKEN_BYTES
 
 BlockHash = bytes | int
+
+_log = logging.getLogger("radixkv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,9 @@ Callback = Callable[[int, Event], None]
 @dataclass(slots=True)
 class _Subscriber:
     callback: Callback
+    announce: Callable[[], None]  # of the cache: all that it has committed
     num_events: int = 0
+    failure: BaseException | None = None  # of its callback: it hears nothing until it is told everything anew
 
 
 class EventEmitter:
@@ -72,7 +77,8 @@ class EventEmitter:
     Attributes:
         active: whether anyone subscribes. A cache skips the emitter, and radix any hashing, while nobody does.
 
-    A callback runs inside `commit` or `evict`: it must not raise, and must not call the cache.
+    A callback runs inside `commit` or `evict` and must not call the cache. One that raises is *behind*: `catch_up`,
+    at the next commit, tells it everything anew, and ends its subscription where that fails too.
     """
 
     def __init__(self, block_size: int, hasher: BlockHasher | None = None) -> None:
@@ -86,6 +92,7 @@ class EventEmitter:
         self._block_size = block_size
         self._hasher = hasher
         self._audience: list[_Subscriber] = []
+        self._is_any_behind = False
         self._hash_of: dict[int, bytes] = {}  # by block id, announced blocks
         self._copies: dict[bytes, int] = {}  # by hash, announced blocks that have it
 
@@ -107,17 +114,37 @@ class EventEmitter:
         """
         if self._hasher is None:
             self._hasher = BlockHasher("sha256_cbor", self._block_size)
-        subscriber = _Subscriber(callback)
+        subscriber = _Subscriber(callback, announce)
+        self._announce_to(subscriber)
+        return lambda: self._unsubscribe(subscriber)
+
+    def _announce_to(self, subscriber: _Subscriber) -> None:
+        """Announces all that is held to one subscriber, who then is one of the audience. Raises what it raises."""
         before = self._hash_of, self._copies, self._audience, self.active
-        # The maps follow from the content, so announcing it to the newcomer alone fills them as they were.
-        self._hash_of, self._copies, self._audience, self.active = {}, {}, [subscriber], True
         try:
-            announce()
+            # The maps follow from the content, so announcing it to one alone fills them as they were.
+            self._hash_of, self._copies, self._audience, self.active = {}, {}, [subscriber], True
+            subscriber.announce()
+            if subscriber.failure is not None:
+                raise subscriber.failure
         except BaseException:
             self._hash_of, self._copies, self._audience, self.active = before
             raise
-        self._audience = [*before[2], subscriber]
-        return lambda: self._unsubscribe(subscriber)
+        self._audience = [*(other for other in before[2] if other is not subscriber), subscriber]
+
+    def catch_up(self) -> None:
+        """Tells those that are behind everything anew. O(1) where nothing is; the cache calls it when it is whole."""
+        if not self._is_any_behind:
+            return
+        for subscriber in [other for other in self._audience if other.failure is not None]:
+            subscriber.failure = None
+            try:
+                self._tell(subscriber, AllBlocksCleared())
+                self._announce_to(subscriber)
+            except Exception:
+                _log.exception("a subscriber of cache events failed again: its subscription ends")
+                self._unsubscribe(subscriber)
+        self._is_any_behind = False
 
     def stored(
         self,
@@ -195,9 +222,12 @@ class EventEmitter:
             self._emit(BlockRemoved(tuple(gone)))
 
     def cleared(self) -> None:
-        """Announces that the cache holds nothing any more."""
+        """Announces that the cache holds nothing any more; so whatever was behind is up to date."""
         self._hash_of.clear()
         self._copies.clear()
+        for subscriber in self._audience:
+            subscriber.failure = None
+        self._is_any_behind = False
         self._emit(AllBlocksCleared())
 
     def _emit_run(
@@ -226,8 +256,19 @@ class EventEmitter:
 
     def _emit(self, event: Event) -> None:
         for subscriber in self._audience:
-            subscriber.callback(subscriber.num_events, event)
-            subscriber.num_events += 1
+            if subscriber.failure is None:
+                self._tell(subscriber, event)
+
+    def _tell(self, subscriber: _Subscriber, event: Event) -> None:
+        number = subscriber.num_events
+        subscriber.num_events += 1  # also where it fails: then the numbers that it sees have a gap
+        try:
+            subscriber.callback(number, event)
+        except BaseException as error:
+            subscriber.failure, self._is_any_behind = error, True
+            if not isinstance(error, Exception):
+                raise
+            _log.exception("a subscriber of cache events failed: it is told everything anew at the next commit")
 
     def _unsubscribe(self, subscriber: _Subscriber) -> None:
         self._audience = [other for other in self._audience if other is not subscriber]

@@ -102,18 +102,24 @@ class FlatHashCache:
         self.verify = verify
         self.hash_ns = 0
         self.num_collisions = 0
+        self.owner: Any = None
         self._clock_ns = clock_ns
         self._block_bytes = TOKEN_BYTES * block_size
+        self._caps = None if tenant_caps is None else check_caps(tenant_caps)
+        self._events = EventEmitter(block_size, self._hasher)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes an empty map and all that goes with it."""
         self._map = BlockMap()
-        self._queue = FreeQueue() if tenant_caps is None else CappedQueue(check_caps(tenant_caps))
-        self._watches = HashWatches(self._map.held, block_size)
+        self._queue = FreeQueue() if self._caps is None else CappedQueue(self._caps)
+        self._watches = HashWatches(self._map.held, self.block_size)
         self._leases: dict[Lease, None] = {}
         self._fresh: dict[int, None] = {}  # blocks inserted since the last commit, in order
-        self._contents = BlockContents(block_size) if verify else None
-        self._parts_of = BlockParts(block_size)
+        self._contents = BlockContents(self.block_size) if self.verify or self._events.active else None
+        self._parts_of = BlockParts(self.block_size)
         self._forgotten: set[int] = set()  # pinned, but no longer in the map
-        self._superseded: list[int] = []  # forgotten, and nobody pins them any longer
-        self._events = EventEmitter(block_size, self._hasher)
+        self._superseded: list[int] = []  # forgotten and not pinned any more
 
     def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
         """Returns how many tokens of full blocks are cached. Changes nothing (but `hash_ns`). O(match), hashed."""
@@ -244,6 +250,7 @@ class FlatHashCache:
                 assert self._contents is not None
                 self._contents.announce(self._fresh, self._events)
             self._fresh = {}
+        self._events.catch_up()
 
     def withdraw(self) -> Blocks:
         """Takes out every block inserted since the last commit, and cuts back all leases to before the first of them.
@@ -289,6 +296,14 @@ class FlatHashCache:
             else:
                 self._events.removed(forgotten)
         return Reset(np.array(given_up, np.int32), len(kept))
+
+    def clear(self) -> None:
+        """Begins anew, with nothing (see `PrefixCache.clear`)."""
+        for lease in self._leases:
+            lease.released = True
+        self._watches.end_all()
+        self._begin()
+        self._events.cleared()
 
     def evict(self, num_blocks: int) -> Blocks:
         """Gives up what was superseded, then the first blocks of the queue, in order. O(num_blocks).
@@ -339,15 +354,18 @@ class FlatHashCache:
             ValueError: the cache holds blocks whose tokens nobody asked it to keep: subscribe before the first insert,
                 or use verify=True. From the first subscription on, tokens are kept.
         """
-        contents, hashed = self._contents, self._map.hash_of
-        if contents is None:
-            if hashed:
+        if self._contents is None:
+            if num_blocks := len(self._map.hash_of):
                 raise ValueError(
-                    f"subscribe: expected an empty cache or verify=True, got {len(hashed)} blocks without their tokens"
+                    f"subscribe: expected an empty cache or verify=True, got {num_blocks} blocks without their tokens"
                 )
-            contents = self._contents = BlockContents(self.block_size)
-        committed = (block for block in hashed if block not in self._fresh)
-        return self._events.subscribe(callback, lambda: contents.announce(committed, self._events))
+            self._contents = BlockContents(self.block_size)
+        return self._events.subscribe(callback, self._announce_all)
+
+    def _announce_all(self) -> None:
+        assert self._contents is not None
+        committed = (block for block in self._map.hash_of if block not in self._fresh)
+        self._contents.announce(committed, self._events)
 
     @property
     def sizes(self) -> CacheSizes:

@@ -61,6 +61,12 @@ class HashWatches:
         watch.cursor = watch.changed = None
         return let_go
 
+    def end_all(self) -> None:
+        """Ends every watch."""
+        for group in (*self._matching.values(), *self._missing.values()):
+            for watch in group:
+                watch.cursor = watch.changed = None
+
     def added(self, hashes: list[bytes]) -> None:
         """Blocks with these hashes came in. O(n), and the matches of the watches that missed them."""
         for block_hash in hashes:

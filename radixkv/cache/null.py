@@ -33,6 +33,7 @@ class NullCache:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = check_block_size(block_size)
+        self.owner: Any = None
 
     def peek(self, token_ids: TokenIds, namespace: Namespace | None = None) -> int:
         pack(token_ids)
@@ -76,6 +77,9 @@ class NullCache:
     def reset(self, namespace: Namespace | None = None) -> Reset:
         parts(namespace)
         return Reset(NO_BLOCKS, 0)
+
+    def clear(self) -> None:
+        pass
 
     def evict(self, num_blocks: int) -> Blocks:
         check_count("num_blocks", num_blocks)

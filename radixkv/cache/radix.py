@@ -70,16 +70,23 @@ class RadixCache:
             raise ValueError(f"partial_blocks: expected True or False, got {partial_blocks!r}")
         self.block_size = check_block_size(block_size)
         self.partial_blocks = partial_blocks and block_size > 1
+        self.owner: Any = None
+        self._policy = policy
+        self._caps = None if tenant_caps is None else check_caps(tenant_caps)
+        self._events = EventEmitter(block_size)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes an empty tree and all that goes with it."""
         self._interner = Interner()
         self._num_pairs_kept = 0  # at the last sweep
         self._leases: dict[Lease, None] = {}
-        made = make_policy(policy)
-        if tenant_caps is None:
-            self.tree = RadixTree(block_size, made)
+        policy = make_policy(self._policy)
+        if self._caps is None:
+            self.tree = RadixTree(self.block_size, policy)
         else:
-            self.tree = CappedTree(block_size, made, check_caps(tenant_caps), self._interner)
+            self.tree = CappedTree(self.block_size, policy, self._caps, self._interner)
         self._moved: dict[Lease, None] = {}  # leases moved while there were blocks not committed
-        self._events = EventEmitter(block_size)
 
     # ---- matching
 
@@ -261,6 +268,7 @@ class RadixCache:
             self.tree.committed(fresh)
         fresh.clear()
         self._moved.clear()
+        self._events.catch_up()
 
     def withdraw(self) -> Blocks:
         for lease in self._moved:
@@ -303,6 +311,13 @@ class RadixCache:
             else:
                 self._events.removed([*given_up, *kept])
         return Reset(np.array(given_up, np.int32), len(kept))
+
+    def clear(self) -> None:
+        for lease in self._leases:
+            lease.released = True
+        self.tree.watches.end_all()
+        self._begin()
+        self._events.cleared()
 
     def _tops(self, concerned: Container[Part]) -> list[Node]:
         """Returns the nodes from which on everything depends on one of these parts, cut off from what does not."""

@@ -93,6 +93,12 @@ class TreeWatches:
         watch.cursor = watch.changed = None
         self._take_out(watch, node)
 
+    def end_all(self) -> None:
+        """Ends every watch."""
+        for endings in self.endings.values():
+            for watch in endings.all():
+                watch.cursor = watch.changed = None
+
     def _walk(self, watch: Watch, node: Node, at: int) -> tuple[Node, int]:
         """Goes on from the end of a node; returns where the match ends, and the bytes matched."""
         key, width = watch.key, self._tree.width

@@ -1,7 +1,7 @@
-"""A row of logits -> a token. Called by `radixkv.engine`, one generator a sequence.
+"""A row of logits -> a token.
 
-A row's token depends on that row, its SamplingParams and its generator alone. A generator gives exactly one number a
-sampled token, none for greedy; so the i-th token of a sequence meets the same number, whatever ran beside it.
+A token depends on its row, its SamplingParams and one random number alone. The number of a sample's i-th token is a
+function of seed, sample and i (`RandomNumbers`): a token that is sampled again, after whatever failed, is the same.
 Filters are applied in the order temperature, min_p, top_k, top_p, as in vLLM.
 """
 
@@ -24,53 +24,74 @@ class SampledToken:
     logprobs: TokenLogprobs | None
 
 
-def make_generator(seed: int | None, sample: int = 0) -> np.random.Generator:
-    """A sequence's own generator: of seed + sample, or a random one for None."""
-    return np.random.default_rng(None if seed is None else seed + sample)
+class RandomNumbers:
+    """The random numbers of one sample: its i-th, uniform in [0, 1), is the same however often it is asked for.
+
+    Args:
+        seed: seed + sample begins the sequence; None: one that differs from process to process.
+
+    Cost: O(1) in order, O(log i) else.
+
+    >>> numbers = RandomNumbers(7)
+    >>> [numbers[i] for i in range(3)] == [numbers[i] for i in range(3)]
+    True
+    """
+
+    def __init__(self, seed: int | None, sample: int = 0) -> None:
+        self._bits = np.random.PCG64(None if seed is None else seed + sample)
+        self._start = self._bits.state
+        self._generator = np.random.Generator(self._bits)
+        self._next: int | None = 0  # what the generator gives next; None while that is not known
+
+    def __getitem__(self, i: int) -> float:
+        if i != self._next:
+            self._bits.state = self._start
+            self._bits.advance(i)
+        self._next = None  # an interruption from here on leaves the generator at a place that is not known
+        number = self._generator.random()
+        self._next = i + 1
+        return number
 
 
-def sample_tokens(
-    logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[np.random.Generator]
-) -> list[SampledToken]:
+def sample_tokens(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[SampledToken]:
     """A token for each row.
 
     Args:
         logits: [num_rows, vocab_size] float32, on any device.
-        params, generators: [num_rows]; a generator is advanced where its row is sampled.
+        params: [num_rows].
+        numbers: [num_rows] in [0, 1), what each row draws its token with; not looked at where it is greedy.
 
     Raises:
         ValueError: the lengths differ, or a row holds NaN.
 
     Cost: one argmax for greedy rows together; O(vocab_size) for others, O(vocab_size log vocab_size) with top_p.
     """
-    if not len(params) == len(generators) == logits.shape[0]:
-        raise ValueError(
-            f"params, generators: expected {logits.shape[0]} of each, got {len(params)} and {len(generators)}"
-        )
+    if not len(params) == len(numbers) == logits.shape[0]:
+        raise ValueError(f"params, numbers: expected {logits.shape[0]} of each, got {len(params)} and {len(numbers)}")
     if not len(params):
         return []
     greedy = logits.argmax(dim=-1).tolist()
     chosen: list[SampledToken] = []
     largest = logits.gather(-1, logits.argmax(dim=-1, keepdim=True)).squeeze(-1).tolist()
-    for row, value in enumerate(largest):  # before any generator has moved
+    for row, value in enumerate(largest):
         if value != value:  # torch's argmax takes NaN for the largest
             raise ValueError(f"logits: expected numbers, got NaN in row {row}")
-    for row, (one, generator) in enumerate(zip(params, generators, strict=True)):
+    for row, (one, number) in enumerate(zip(params, numbers, strict=True)):
         if one.temperature == 0 and one.logprobs is None:
             chosen.append(SampledToken(greedy[row], None))
         else:
-            chosen.append(sample_token(logits[row].cpu().numpy(), one, generator))
+            chosen.append(sample_token(logits[row].cpu().numpy(), one, number))
     return chosen
 
 
-def sample_token(logits: np.ndarray, params: SamplingParams, generator: np.random.Generator) -> SampledToken:
+def sample_token(logits: np.ndarray, params: SamplingParams, number: float) -> SampledToken:
     """One token; see `sample_tokens`. logits: [vocab_size] float32."""
     if params.temperature == 0:
         token_id = int(logits.argmax())
     else:
         kept, probabilities = distribution(logits, params)
         reached = np.cumsum(probabilities)
-        place = int(np.searchsorted(reached, generator.random() * reached[-1], side="right"))
+        place = int(np.searchsorted(reached, number * reached[-1], side="right"))
         token_id = int(kept[min(place, len(kept) - 1)])
     return SampledToken(token_id, None if params.logprobs is None else _logprobs(logits, token_id, params.logprobs))
 

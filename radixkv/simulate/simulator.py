@@ -281,6 +281,7 @@ class Simulator:
         for sample in range(1, len(live.outputs)):
             fork, copies = self.scheduler.fork(sequence, sample)
             self._num_copied_tokens += sum(copy.num_tokens for copy in copies)
+            self.scheduler.copied(fork, sequence)
             each.append(fork)
         for fork in each:
             self._token(fork, live, ended)
