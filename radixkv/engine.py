@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from radixkv.cache.base import PrefixCache, take_over
 from radixkv.cache.namespace import Namespace, kinds
 from radixkv.generation import Generation, Sample, Stream
-from radixkv.held_signals import held_signals
+from radixkv.held_signals import HeldSignals
 from radixkv.kv_manager import KVManager
 from radixkv.metrics import Metrics
 from radixkv.model.checkpoint import load_checkpoint
@@ -41,6 +41,7 @@ from radixkv.step_stats import StepStats
 from radixkv.stepper import Stepper
 
 DEFAULT_KV_BYTES = 2**30
+T = TypeVar("T")
 
 
 class Engine:
@@ -202,18 +203,23 @@ class Engine:
             raise ValueError(f"request_id: expected a str or None, got {request_id!r}")
         token_ids = self._prompts.read(prompt, params.max_tokens)
         samples = [self._sample(params, index) for index in range(params.n)]
-        with held_signals(), self._adding:
-            if request_id is None:
-                request_id = next(name for name in map(str, self._names) if self._known(name) is None)
-            request = Request(request_id, tuple(token_ids), params, namespace, priority, keep_steps)
+
+        def register() -> Generation:
+            name = request_id
+            if name is None:
+                name = next(number for number in map(str, self._names) if self._known(number) is None)
+            request = Request(name, tuple(token_ids), params, namespace, priority, keep_steps)
             self.scheduler.check_fits(request)
-            if self._known(request_id) is not None:
-                raise ValueError(f"request_id: expected one that is not in use, got {request_id!r}")
+            if self._known(name) is not None:
+                raise ValueError(f"request_id: expected one that is not in use, got {name!r}")
             generation = Generation(request, samples, self._clock())
             if into is not None:
                 into.append(generation)
-            self._arriving[request_id] = generation
-        return generation
+            self._arriving[name] = generation
+            return generation
+
+        with HeldSignals():
+            return _alone(self._adding, register)
 
     def _known(self, request_id: str) -> Generation | None:
         """An unfinished request, or None. What is taken in stands in both places for a moment, never in none."""
@@ -261,10 +267,12 @@ class Engine:
             ValueError: no namespace.
         """
         kinds(namespace)  # refuses what is no namespace
-        with self._stepping:
-            stats = self.stepper.change(lambda: self.scheduler.manager.reset(namespace))
-            self.metrics.num_resets += 1
-            return stats
+        return _alone(self._stepping, lambda: self.stepper.change(lambda: self._reset(namespace)))
+
+    def _reset(self, namespace: Namespace | None) -> ResetStats:
+        stats = self.scheduler.manager.reset(namespace)
+        self.metrics.num_resets += 1
+        return stats
 
     @property
     def metrics(self) -> Metrics:
@@ -281,16 +289,13 @@ class Engine:
         on up. So does whatever else is raised, at any line: every request goes on from the tokens it has with the next
         step, and gives the tokens it would have given (see `radixkv.stepper`).
         """
-        with self._stepping:
-            return self.stepper.step(self._take_in)
+        return _alone(self._stepping, lambda: self.stepper.step(self._take_in))
 
     def _take_in(self) -> None:
         # A request that is aborted by now has been added by now. Each is taken out of its queue last, so that an
         # interruption loses none.
         num_aborting = len(self._aborting)
-        with self._adding:
-            arriving = list(self._arriving.items())
-        for request_id, generation in arriving:
+        for request_id, generation in _alone(self._adding, lambda: list(self._arriving.items())):
             self._generations[request_id] = generation
             if not self.scheduler.sequences(request_id):
                 self.scheduler.add(generation.request)
@@ -377,14 +382,15 @@ class Engine:
         """Ends those that have not ended: now, where no step is under way; else the next one does."""
         unfinished = [generation for generation in generations if not generation.is_finished]
         self._aborting.extend(unfinished)
-        if unfinished and self._stepping.acquire(blocking=False):
-            try:
-                self.stepper.change(self._take_in)
-            finally:
-                self._stepping.release()
+        if unfinished and not self._stepping.locked():  # by another thread, whose next step takes them in
+            _alone(self._stepping, lambda: self.stepper.change(self._take_in))
 
     def _step_for(self, stream: Stream) -> None:
         """Steps, unless another stream's step has brought this one something in the meantime."""
-        with self._stepping:
-            if not stream.has_news:
-                self.stepper.step(self._take_in)
+        _alone(self._stepping, lambda: None if stream.has_news else self.stepper.step(self._take_in))
+
+
+def _alone(lock: threading.Lock, do: Callable[[], T]) -> T:
+    """Calls while it holds a lock."""
+    # On one line, so that a tracer that raises at a line can't come between the call and the lock's release.
+    with lock: return do()  # fmt: skip  # noqa: E701

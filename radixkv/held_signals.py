@@ -5,6 +5,7 @@ from __future__ import annotations
 # Twice a step: the functions of `signal` look every handler up in an enum in vain, which takes twenty times as long.
 import _signal
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,32 +20,49 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class HeldSignals:
-    """Made by `held_signals`: holds what arrives until it is let through."""
+    """A block in which SIGINT and its like wait, where Python code handles them; they come when it ends. May be nested.
+
+        with HeldSignals() as signals:
+            ...  # no signal comes here
+            with signals.let_through():
+                ...  # here they come as ever
+
+    Python runs handlers in the main thread alone, so in any other thread this does nothing. Cost: some 5 us.
+    """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
         self._waiting: list[int] = []
         self._is_open = False
+        self._holder: FrameType | None = None
+
+    def __enter__(self) -> HeldSignals:
+        if threading.get_ident() == threading.main_thread().ident:
+            self._holder = sys._getframe(1)
+            for number in HELD:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._arrived)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back()
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if self._is_open:
             self._handlers[number](number, frame)
-        else:
-            self._waiting.append(number)
-
-    def _take_over(self) -> None:
-        # Python runs handlers in the main thread, between any two of its lines; other threads are not interrupted.
-        if threading.get_ident() != threading.main_thread().ident:
             return
-        for number in HELD:
-            handler = _signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                _signal.signal(number, self._arrived)
+        self._waiting.append(number)
+        while frame is not None and frame is not self._holder:
+            frame = frame.f_back
+        if frame is None:  # the block was left without its end being run: a debugger's doing
+            self._give_back()
 
     def _give_back(self) -> None:
+        self._holder = None
         for number, handler in self._handlers.items():
-            if _signal.getsignal(number) == self._arrived:  # another one was set in the meantime
+            if _signal.getsignal(number) == self._arrived:  # else another one was set in the meantime
                 _signal.signal(number, handler)
         self._deliver()
 
@@ -62,17 +80,3 @@ class HeldSignals:
             yield
         finally:
             self._is_open = False
-
-
-@contextmanager
-def held_signals() -> Iterator[HeldSignals]:
-    """Holds SIGINT and its like until the block ends, where Python code handles them; may be nested.
-
-    Only the main thread has signals to hold; in any other this does nothing. Cost: some 5 us.
-    """
-    held = HeldSignals()
-    try:
-        held._take_over()
-        yield held
-    finally:
-        held._give_back()

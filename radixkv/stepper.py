@@ -22,7 +22,7 @@ from torch import Tensor
 
 from radixkv.batch import ScheduledBatch
 from radixkv.generation import Generation, Sample, described
-from radixkv.held_signals import HeldSignals, held_signals
+from radixkv.held_signals import HeldSignals
 from radixkv.metrics import Metrics
 from radixkv.model.sampling import SampledToken, sample_tokens
 from radixkv.runner import Runner
@@ -63,7 +63,7 @@ class Stepper:
         Raises:
             BaseException: what `do` raises. Unless it was raised where nothing was half done, all begins anew.
         """
-        with held_signals():
+        with HeldSignals():
             return self._change(do)
 
     def _change(self, do: Callable[[], T]) -> T:
@@ -99,7 +99,7 @@ class Stepper:
 
     def step(self, take_in: Callable[[], None]) -> StepStats:
         """Runs a step, `take_in` first. Whatever is raised out of it leaves requests that go on (see above)."""
-        with held_signals() as signals:
+        with HeldSignals() as signals:
             before = self._counts()
             try:
                 stats = self._change(lambda: self._step(take_in, before, signals))

@@ -28,9 +28,9 @@ PROMPT = [(i * i) % 7 for i in range(48)]
 ONE = SamplingParams(max_tokens=1)
 
 
-def shadow_engine(cache, num_blocks=200):
+def shadow_engine(cache, num_blocks=200, **limits):
     manager = KVManager(cache, num_blocks)
-    scheduler = Scheduler(manager)
+    scheduler = Scheduler(manager, SchedulerConfig(**limits))
     return Engine(ShadowRunner(scheduler), scheduler)
 
 
@@ -141,9 +141,10 @@ def test_a_reset_while_requests_run(engine, namespace):
     assert hits(engine, Salt("a")) >= 44  # of the late one
 
 
-def test_a_fork_of_who_ran_before_a_reset_is_not_found_either(engine):
-    scheduler = Scheduler(KVManager(engine.scheduler.manager.cache, 200), SchedulerConfig(max_num_batched_tokens=16))
-    engine = Engine(ShadowRunner(scheduler), scheduler)
+@pytest.mark.parametrize("name", CACHES)
+def test_a_fork_of_who_ran_before_a_reset_is_not_found_either(name):
+    engine = shadow_engine(CACHES[name](4), max_num_batched_tokens=16)
+    scheduler = engine.scheduler
     many = engine.generation(engine.add_request(PROMPT, SamplingParams(max_tokens=30, n=3)))
     engine.step()
     engine.reset_cache()  # in the middle of its prompt, before it is forked

@@ -201,8 +201,8 @@ def serve(manager, tokens):
 def test_at_least_one_token_is_computed(cache, hits):
     cached = list(range(64))
     asked = [cached, [*cached, 99], cached[:63], [*cached[:30], *range(500, 520)], [*cached[:15], *range(500, 520)]]
+    manager = KVManager(cache)
     for tokens, hit in zip(asked, hits, strict=True):
-        manager = KVManager(cache)
         lease = cache.acquire(cached)
         if lease.num_tokens == 0:
             cache.insert(lease, cached, np.arange(1000, 1064))

@@ -134,7 +134,11 @@ class PrefixCache(Protocol):
 
         Returns:
             Duplicates, [d, 2] int32 rows of (caller's, cached): for the first d blocks the cache already held the
-            same tokens. It keeps its own; the caller keeps his, and should use the cache's.
+            same tokens. It keeps its own; the caller keeps its own too, and should use the cache's.
+
+        Raises:
+            ValueError: bad tokens or ids, too few blocks, a block that the cache holds already or that comes twice.
+                Nothing changes.
         """
         ...
 
@@ -263,8 +267,8 @@ def take_over(part: Any, name: str, owner: Any) -> None:
     """
     if part.owner is not None:
         raise ValueError(
-            f"{name}: expected one that nothing else uses, got {part!r} of {type(part.owner).__name__} "
-            f"{id(part.owner):#x}; make a new one for each engine"
+            f"{name}: expected one that nothing else uses, got the {type(part).__name__} of another "
+            f"{type(part.owner).__name__}; make a new one for each engine"
         )
     part.owner = owner
 

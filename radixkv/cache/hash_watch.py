@@ -63,8 +63,8 @@ class HashWatches:
 
     def end_all(self) -> None:
         """Ends every watch."""
-        for group in (*self._matching.values(), *self._missing.values()):
-            for watch in group:
+        for group in self._matching.values(), self._missing.values():
+            for watch in [watch for watches in group for watch in watches]:
                 watch.cursor = watch.changed = None
 
     def added(self, hashes: list[bytes]) -> None:

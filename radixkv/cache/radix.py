@@ -81,6 +81,7 @@ class RadixCache:
         self._interner = Interner()
         self._num_pairs_kept = 0  # at the last sweep
         self._leases: dict[Lease, None] = {}
+        self._held: set[int] = set()  # block ids; none where an owner's allocator answers for them
         policy = make_policy(self._policy)
         if self._caps is None:
             self.tree = RadixTree(self.block_size, policy)
@@ -190,10 +191,14 @@ class RadixCache:
         if has_negative(key + blocks if is_plain else blocks):  # in one go: that is most of what it costs
             pack_blocks(_unpacked(blocks), end // tree.width)
             raise ValueError(f"token_ids: expected ids >= 0, got {_unpacked(key).min()}")
+        if self.owner is None:
+            self._check_new(_unpacked(blocks).tolist())
         node, at, found = tree.walk(lease.cursor, key, is_plain)
         if at:
             self._move(lease, node, at)
         if at < end:
+            if self.owner is None:
+                self._held.update(_unpacked(blocks)[at // tree.width :].tolist())
             lease.cursor = tree.append(node, key[at:end], blocks[at // tree.width * BLOCK_ID_BYTES :], is_plain)
             lease.num_tokens += (end - at) // TOKEN_BYTES
             self._moved[lease] = None
@@ -201,6 +206,12 @@ class RadixCache:
             return NO_DUPLICATES
         cached = _joined(found)
         return np.stack([_unpacked(blocks)[: len(cached)], cached], axis=1)
+
+    def _check_new(self, block_ids: list[int]) -> None:
+        """Raises ValueError if a block is held already or comes twice."""
+        if not self._held.isdisjoint(block_ids) or len(set(block_ids)) != len(block_ids):
+            twice = next(block for i, block in enumerate(block_ids) if block in self._held or block in block_ids[:i])
+            raise ValueError(f"block_ids: expected blocks that are not cached yet, each once, got {twice}")
 
     # ---- ends
 
@@ -249,6 +260,9 @@ class RadixCache:
         if lease.namespace is None and has_negative(tokens):
             raise ValueError(f"tail.token_ids: expected ids >= 0, got {_unpacked(tokens).min()}")
         block = pack_blocks([tail.block_id], 1)
+        if self.owner is None:
+            self._check_new([int(tail.block_id)])
+            self._held.add(int(tail.block_id))
         if lease.is_stale:
             self.tree.num_blocks += 1
             self.tree.superseded.append(int(_unpacked(block)[0]))
@@ -274,7 +288,9 @@ class RadixCache:
         for lease in self._moved:
             self._cut_back(lease)
         self._moved.clear()
-        return _joined(self.tree.withdraw())
+        blocks = _joined(self.tree.withdraw())
+        self._held.difference_update(blocks.tolist())
+        return blocks
 
     def _cut_back(self, lease: Lease) -> None:
         """Moves a lease up to the last block that an earlier step computed."""
@@ -310,6 +326,7 @@ class RadixCache:
                 self._events.cleared()
             else:
                 self._events.removed([*given_up, *kept])
+        self._held.difference_update(given_up)
         return Reset(np.array(given_up, np.int32), len(kept))
 
     def clear(self) -> None:
@@ -337,6 +354,8 @@ class RadixCache:
         evicted = self.tree.evict(check_count("num_blocks", num_blocks))
         if self._events.active:
             self._events.removed(evicted)
+        if self._held:
+            self._held.difference_update(evicted)
         return np.array(evicted, np.int32) if evicted else NO_BLOCKS
 
     # ---- what others follow
@@ -424,6 +443,8 @@ class RadixCache:
         if leases is not None and set(leases) != self._leases.keys():
             raise CacheCorruption(f"violated: the live leases are {leases}, got {list(self._leases)}")
         check_tree(self.tree, self._leases)
+        if self.owner is None and len(self._held) != self.tree.num_blocks:
+            raise CacheCorruption(f"violated: {self.tree.num_blocks} block ids are noted, got {len(self._held)}")
         if isinstance(self.tree, CappedTree):
             self.tree.check_caps()
 

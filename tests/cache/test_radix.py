@@ -306,7 +306,7 @@ def path(node):
 def test_a_conversation_of_500_turns_matches_near_a_memcmp():
     cache = RadixCache(16)
     for turn in range(1, 501):
-        put_quick(cache, np.arange(turn * 50, dtype=np.int32), 0)
+        put_quick(cache, np.arange(turn * 50, dtype=np.int32), cache.sizes.evictable)
     packed = np.arange(500 * 50, dtype=np.int32).tobytes()
     lease = cache.acquire(packed)
     assert len(list(path(lease.cursor))) <= 8
