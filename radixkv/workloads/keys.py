@@ -56,7 +56,9 @@ RECORD = _words(
 RESPONSE = RECORD | _words("id object type model created created_at system_fingerprint role stop_reason stop_sequence")
 CHOICE = _words("index finish_reason stop_reason matched_stop logprobs content_filter_results")
 MESSAGE = _words("id type status weight annotations cache_control timestamp created_at")
-PART = _words("id type cache_control detail annotations citations logprobs signature media_type mime_type mimeType")
-MEDIA = PART | _words("format filename title name")
+PART = _words(
+    "id type cache_control detail annotations citations logprobs signature media_type mime_type mimeType filename"
+)
+MEDIA = PART | _words("format title name")
 CALL = _words("id index type cache_control")
 CHAT_BLOCKS = _words("parent_chat_id turn type")

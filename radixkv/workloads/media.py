@@ -61,18 +61,18 @@ def media_of(value: Any, name: str, *, may_be_data: bool = True) -> MediaPart:
     """
     if not isinstance(value, str) or not value:
         raise BadRecord(f"{name}: expected base64 data or a url, got {'no text' if value == '' else kind(value)}")
-    scheme, _, rest = value.partition(":")
-    if scheme.lower() == "data" and "," in rest:
-        described, _, data = rest.partition(",")
-        is_base64 = described.lower().endswith(";base64")
-        found = _base64(unquote_to_bytes(data)) if is_base64 else unquote_to_bytes(data)
+    text = value.encode("utf-8", "surrogatepass")
+    scheme, _, rest = text.partition(b":")
+    if scheme.lower() == b"data" and b"," in rest:
+        described, _, quoted = rest.partition(b",")
+        data = unquote_to_bytes(quoted)
+        found = _base64(data) if described.lower().endswith(b";base64") else data
         if found is None:
-            raise BadRecord(f"{name}: expected base64 after {shown(value[:40])}, got something else")
+            raise BadRecord(f"{name}: expected base64 data, got {shown(value)}")
     else:
-        data_bytes = value.encode("utf-8", "surrogatepass")
-        found = _base64(data_bytes) if may_be_data and "://" not in value else None
+        found = _base64(text) if may_be_data and b"://" not in text else None
         if found is None:
-            found = b"name:" + data_bytes
+            found = b"name:" + text
     return MediaPart(hashlib.sha256(found).hexdigest()[:32])
 
 

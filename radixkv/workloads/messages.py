@@ -132,7 +132,7 @@ def _message_parts(message: Fields) -> Parts:
     if calls:
         said += ("\n" * any(said) + calls,)
     parts = (*images_of(message), *_thoughts(message), *said)
-    if not parts:
+    if not parts and key not in message:
         raise BadRecord(f"{message.path(key)}: expected text or a list of parts, got null and no tool calls")
     return parts
 
@@ -162,8 +162,9 @@ def _part(part: Fields) -> Parts:
         inside = content_parts(part, "content") if "content" in part else ()
         return (f"<tool_response{_attributes(part, 'tool_use_id', 'is_error')}>\n", *inside, "\n</tool_response>")
     source = part.value.get("source")
-    if isinstance(source, dict) and source.get("type") in _TEXT_SOURCES:
-        return content_parts(part.inside("source", MEDIA), _TEXT_SOURCES[source["type"]])
+    held = _TEXT_SOURCES.get(str(source.get("type"))) if isinstance(source, dict) else None
+    if held is not None:
+        return content_parts(part.inside("source", MEDIA), held)
     return (media_part(part),)
 
 
