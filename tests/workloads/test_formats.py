@@ -83,14 +83,29 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
+PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "image", "image_url", "document"]) | JSON},
+    optional={
+        "text": JSON,
+        "thinking": JSON,
+        "name": JSON,
+        "input": JSON,
+        "content": JSON,
+        "image_url": JSON | st.fixed_dictionaries({"url": st.text() | st.text().map("data:;base64,".__add__)}),
+        "source": JSON | st.fixed_dictionaries({"type": JSON, "data": JSON}),
+    },
+)
 MESSAGE = st.fixed_dictionaries(
     {},
     optional={
         "role": st.sampled_from(["user", "assistant", "system"]) | JSON,
-        "content": st.text() | JSON | st.lists(st.fixed_dictionaries({"type": st.just("text") | JSON, "text": JSON})),
+        "content": st.text() | JSON | st.lists(PART),
         "from": st.sampled_from(["human", "gpt"]) | JSON,
         "value": JSON,
         "tool_calls": st.lists(st.fixed_dictionaries({"function": JSON}), max_size=2) | JSON,
+        "name": JSON,
+        "reasoning": JSON,
+        "images": st.lists(st.text(), max_size=2) | JSON,
     },
 )
 RECORD = st.fixed_dictionaries(
@@ -110,6 +125,13 @@ RECORD = st.fixed_dictionaries(
         "input_length": st.integers(1, 20) | JSON,
         "output_length": st.integers(0, 3) | JSON,
         "chat_id": JSON,
+        "system": JSON | st.lists(PART, max_size=2),
+        "tools": st.lists(JSON, max_size=2) | JSON,
+        "documents": JSON,
+        "response_format": JSON,
+        "suffix": JSON,
+        "model": JSON,
+        "lora_request": JSON,
     },
 )
 ENDS = st.sampled_from([b"\n", b"\r\n", b"\n\n", b"", b","])
