@@ -75,7 +75,8 @@ class Fields:
 
         A key's name says where it stands, without the numbers of lists: `messages[].mood`.
         """
-        left = ((key, value) for key, value in self.value.items() if key not in self._read | self._ignored)
+        rest = self.value.keys() - self._read - self._ignored
+        left = [(key, value) for key, value in self.value.items() if key in rest] if rest else []
         for key, value in (*left, *self._dropped):
             if value not in (None, "", [], {}):
                 yield _INDEX.sub("[]", self.path(key if key.isascii() and key.isprintable() else shown(key))), value
