@@ -35,15 +35,10 @@ def run(config: Config) -> Iterator[list[Row]]:
     names = _names([trace.name for trace in traces], config)
     for trace, name in zip(traces, names, strict=True):
         rows = replay(trace, name, config)
-        if trace.counts.num_bad:
-            console.print(f"{name}: {trace.counts.num_bad} records could not be read, such as")
-            console.print(*(f"  {error}" for error in trace.counts.examples), sep="\n", markup=False)
-        if trace.counts.num_without_output:
-            console.print(f"{name}: {trace.counts.num_without_output} conversations without an answer left out")
         if rows[0]["num_requests"]:
             yield rows
         else:
-            console.print(f"{name}: no request in it")
+            console.print(f"{name}: no request in it", *trace.counts.remarks(), sep="\n", markup=False)
 
 
 def _check(config: Config) -> None:

@@ -34,7 +34,8 @@ def replay(trace: Any, name: str, config: Config) -> list[Row]:
         tokens = trace.tokenizer.name
     else:
         tokens = "random" if not trace.formats else "block ids" if trace.sharing_known else "lengths"
-    more = {"tokens": tokens, "format": ", ".join(dict.fromkeys(trace.formats))}
+    formats = ", ".join(dict.fromkeys(trace.formats))
+    more = {"tokens": tokens, "format": formats, "remarks": trace.counts.remarks()}
     return [_row(name, replays[cache], optimum, config) | more for cache in config.caches()]
 
 
@@ -79,7 +80,7 @@ def serve_embedded(config: Config) -> list[Row]:
 
     arrivals: list[Arrival] = []
     for request in open_workload(EMBEDDED, seed=config.seed):
-        if request.num_prompt_tokens <= SERVED_PROMPT_BYTES and len(arrivals) < SERVED_REQUESTS:
+        if 0 < request.num_prompt_tokens <= SERVED_PROMPT_BYTES and len(arrivals) < SERVED_REQUESTS:
             arrivals.append(Arrival(0.0, tuple(unpack(request.prompt).tolist()), 16))
     rows, answers = [], []
     with progress("serving on tiny_gpt", len(config.cache)) as bar:

@@ -59,7 +59,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         read = f"read as {first['format']}; " if first.get("format") else ""
         size = f"{first['num_requests']:,} requests, {first['num_prompt_tokens']:,} prompt tokens ({first['tokens']})"
         title = f"{trace}: {read}{size}; {outputs}; KV of {first['model_shape']}"
-        print_table(title, COLUMNS, shown, [*_verdicts(mine), *_remarks(mine), ""])
+        print_table(title, COLUMNS, shown, [*_verdicts(mine), *_remarks(mine), *_warnings(first), ""])
 
 
 def _count(number: int) -> str:
@@ -100,6 +100,11 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
     if rows[0]["tokens"] == "lengths":
         lines.append("a trace of lengths does not tell what is shared: hits mean nothing")
     return lines
+
+
+def _warnings(row: Row) -> list[str]:
+    """What was odd about the trace, and what of it was not read: figures of it are to be read with that in mind."""
+    return [f"Warning: {line}" if not line.startswith(" ") else line for line in row.get("remarks", ())]
 
 
 def show(data: Data) -> None:

@@ -143,7 +143,7 @@ def run_trace(path: str, config: Config) -> list[Row]:
                 "num_prompt_tokens": replay.num_prompt_tokens,
                 "hit_rate": replay.hit_rate,
                 "num_computed_tokens": computed,
-                "over_least": computed / least,
+                "over_least": computed / least if least else 1.0,
                 "held_blocks": replay.peak_blocks,
                 "held_tokens": replay.peak_blocks * size,
             }

@@ -23,7 +23,7 @@ class Serving:
     tokenizer: str = "qwen3"
     num_requests: int = 400
     max_prompt_tokens: int = 32_768
-    """Longer prompts are left out."""
+    """Longer prompts are left out, and empty ones."""
     output_tokens: int = 64
     """At most, and where the trace has no outputs."""
     pool_tokens: int = 1 << 21
@@ -69,10 +69,10 @@ def snapshots(path: str, serving: Serving, block_size: int) -> Iterator[tuple[np
 
 
 def _first(path: str, serving: Serving) -> Iterator[TraceRequest]:
-    """The first requests that are short enough."""
+    """The first requests that are short enough, and have a prompt."""
     count = 0
     for request in open_trace(path, tokenizer=serving.tokenizer):
-        if request.num_prompt_tokens <= serving.max_prompt_tokens:
+        if 0 < request.num_prompt_tokens <= serving.max_prompt_tokens:
             yield request
             count += 1
             if count == serving.num_requests:

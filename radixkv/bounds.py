@@ -21,7 +21,7 @@ class BlockPaths:
     """Requests as paths in the tree of whole blocks: equal prefixes are equal ids.
 
     Args:
-        requests: (prompt, output) packed; b"" for an output that is not cached.
+        requests: (prompt, output) packed; b"" for an output that is not cached. Where the prompt is empty nothing is.
         block_size: tokens in a block.
 
     Attributes:
@@ -42,7 +42,7 @@ class BlockPaths:
         self.depths: list[int] = []
         known: dict[tuple[int, bytes], int] = {}
         for prompt, output in requests:
-            tokens = prompt + output
+            tokens = prompt + output if prompt else b""
             path: list[int] = []
             parent = -1
             for at in range(0, len(tokens) - width + 1, width):
@@ -52,7 +52,7 @@ class BlockPaths:
                 path.append(block)
                 parent = block
             self.paths.append(path)
-            self.num_matchable.append((len(prompt) // TOKEN_BYTES - 1) // block_size)
+            self.num_matchable.append(max(len(prompt) // TOKEN_BYTES - 1, 0) // block_size)
             self.num_blocks.append(-(-len(tokens) // width))
             self.num_prompt_tokens += len(prompt) // TOKEN_BYTES
 

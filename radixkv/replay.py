@@ -114,10 +114,15 @@ class Replay:
     def feed(self, prompt: TokenIds, output: TokenIds = b"", namespace: Namespace | None = None) -> int:
         """Serves one request; returns how many of its prompt's tokens were cached.
 
+        An empty prompt is counted, and goes past the cache: no engine serves one.
+
         Raises:
-            ValueError: the prompt is empty, or tokens are bad.
+            ValueError: tokens are bad.
         """
         prompt = pack(prompt)
+        if not prompt:
+            self.num_requests += 1
+            return 0
         tokens = prompt + pack(output) if self.cache_outputs else prompt
         manager = self.manager
         started = self._clock_ns()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.cache.base import check_block_size
+from radixkv.cache.namespace import Interner
 from radixkv.cache.radix import RadixCache
 from radixkv.inspect import __doc__ as description
 from radixkv.inspect.page import to_html
@@ -76,6 +77,7 @@ def _tree(arguments: Sequence[str]) -> int:
     found = survey(replay.cache.snapshot(), passages, text_of)
     console = Console()
     print_tree(found, console, max_depth=given.depth, max_children=given.children, width=max(console.width - 50, 30))
+    _warn(trace, console)
     if given.html:
         given.html.write_text(to_html(found, f"Radix tree of {trace.name}"), encoding="utf-8")
         console.print(str(given.html), highlight=False)
@@ -94,6 +96,7 @@ def _why(arguments: Sequence[str]) -> int:
     from radixkv.inspect.terminal import Console, print_difference
 
     console = Console()
+    trace: Any = None
     path, *others = given.what
     if others and all(other.isdigit() for other in others) and len(others) < 3:
         trace = open_trace(path, **_reading(given))
@@ -108,7 +111,15 @@ def _why(arguments: Sequence[str]) -> int:
     else:
         options.error("expected a trace and the number of a request or of two, or two text files")
     print_difference(difference, console)
+    if trace is not None:
+        _warn(trace, console)
     return 0
+
+
+def _warn(trace: Any, console: Any) -> None:
+    """Says what was odd about what was read of a trace, and what was not read."""
+    for line in trace.counts.remarks():
+        console.print(line if line.startswith(" ") else f"warning: {line}", highlight=False, markup=False)
 
 
 def _pair(trace: Any, path: str, numbers: list[int], console: Any) -> tuple[TraceRequest, TraceRequest]:
@@ -120,12 +131,21 @@ def _pair(trace: Any, path: str, numbers: list[int], console: Any) -> tuple[Trac
         raise ValueError("request: expected one with others before it, got 0")
     of = _request(trace, path, last)
     best, most, found = of, -1, 0
+    interner = Interner()  # what another model has computed is not shared, however equal the prompts
+    wanted = _marked(interner, of)
     for at, earlier in enumerate(islice(trace, last)):  # read once more: a trace need not fit in memory
-        common = num_common_tokens(earlier.prompt, of.prompt)
+        common = num_common_tokens(_marked(interner, earlier, add=False), wanted)
         if common >= most:
             best, most, found = earlier, common, at
     console.print(f"the first is request {found}: of all before request {last} it shares most with it", highlight=False)
     return best, of
+
+
+def _marked(interner: Interner, request: TraceRequest, *, add: bool = True) -> bytes:
+    """The tokens of a prompt with its namespace folded in, as a radix tree compares them."""
+    if request.namespace is None:
+        return request.prompt
+    return interner.mark(request.prompt, request.namespace, add=add)
 
 
 def _request(trace: Any, path: str, number: int) -> TraceRequest:

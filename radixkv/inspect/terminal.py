@@ -81,7 +81,7 @@ def print_difference(found: Difference, console: Console, width: int = 70) -> No
     first, second = found.num_tokens
     console.print(f"the first has {first:,} tokens, the second {second:,}; the first {found.num_common:,} are the same")
     if found.namespaces_differ:
-        console.print("what parts them is a namespace (adapter, salt or media): its KV may not be shared")
+        console.print("what parts them is a namespace (model, adapter, salt or media): its KV may not be shared")
     elif found.num_common == min(first, second):
         console.print("they are equal" if first == second else "one is the start of the other: nothing parts them")
     for name, text, style in (

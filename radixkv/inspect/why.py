@@ -63,13 +63,13 @@ def compare_prompts(
     """Serves one prompt and then the other through each cache, and says where they part.
 
     Args:
-        first, second: [n >= 1] int32 packed tokens.
+        first, second: [n >= 0] int32 packed tokens.
         text_of: packed tokens to text, such as a tokenizer's `decode`.
         namespaces: of the two.
         num_context: tokens of text to show around the difference.
 
     Raises:
-        ValueError: a prompt is empty or a namespace bad.
+        ValueError: a namespace is bad.
     """
     # An endless tree that shares to the token is what says how much is the same, namespaces included.
     num_common = _hit(CacheConfig("radix", 1), first, second + b"\0\0\0\0", namespaces)

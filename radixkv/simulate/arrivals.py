@@ -151,10 +151,16 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to: the requests served, in the order of their ends, and how many were longer than the pool."""
+    """What a run came to: the requests served, in the order of their ends, and how many were not.
+
+    Attributes:
+        num_refused: longer than the pool.
+        num_empty: of no tokens.
+    """
 
     served: list[Served]
     num_refused: int
+    num_empty: int = 0
 
 
 class Server(Protocol):
@@ -182,7 +188,7 @@ def run(
         on_ended: told how many requests have just ended or been refused, for a progress bar.
     """
     served: list[Served] = []
-    num_refused = 0
+    num_refused = num_empty = 0
     while (now := min(arrivals.next_s, simulator.next_event_time())) < inf:
         ended = simulator.advance(max(now, simulator.now_s))
         for each in ended:
@@ -191,12 +197,13 @@ def run(
         refused = 0
         while arrivals.next_s <= simulator.now_s:
             request = arrivals.next()
-            if simulator.fits(request, max_tokens):
+            if request.prompt and simulator.fits(request, max_tokens):
                 simulator.submit(request, max_tokens=max_tokens)
-            else:
-                refused += 1
-                arrivals.ended(request.id, simulator.now_s)
+                continue
+            refused += 1
+            num_empty += not request.prompt
+            arrivals.ended(request.id, simulator.now_s)
         num_refused += refused
         if ended or refused:
             on_ended(len(ended) + refused)
-    return Result(served, num_refused)
+    return Result(served, num_refused - num_empty, num_empty)

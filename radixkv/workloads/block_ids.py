@@ -6,12 +6,13 @@ An id stands for the same tokens wherever it occurs; a partly filled last block 
 are known by length only: tokens that nothing else has.
 """
 
-from typing import Any
-
+from radixkv.workloads.fields import Fields
 from radixkv.workloads.fresh_tokens import block_tokens, unshared_tokens
+from radixkv.workloads.keys import CHAT_BLOCKS
 from radixkv.workloads.problems import BadRecord
+from radixkv.workloads.reader import Format
 from radixkv.workloads.request import TraceRequest
-from radixkv.workloads.values import kind, label_of, length_of, object_of, seconds_of, shown
+from radixkv.workloads.values import kind, label_of, length_of, seconds_of, shown
 
 MOONCAKE_BLOCK_SIZE = 512
 BAILIAN_BLOCK_SIZE = 16
@@ -20,13 +21,14 @@ BAILIAN_BLOCK_SIZE = 16
 class BlockIdReader:
     """Block ids of one block size. Parsing costs O(ids), tokens are made when a request is asked for."""
 
+    ignored = CHAT_BLOCKS
+
     def __init__(self, block_size: int, timestamp_unit_s: float) -> None:
         self._block_size, self._timestamp_unit_s = block_size, timestamp_unit_s
 
-    def parse(self, value: Any, number: int, ordinal: int) -> "BlockIdRequest":
-        record = object_of(value)
-        num_input = length_of(record.get("input_length"), "input_length", minimum=1)
-        num_output = length_of(record.get("output_length", 0), "output_length")
+    def parse(self, record: Fields, number: int, ordinal: int) -> "BlockIdRequest":
+        num_input = length_of(record.get("input_length"), "input_length")
+        num_output = length_of(record.get("output_length") if "output_length" in record.value else 0, "output_length")
         block_ids = record.get("hash_ids")
         if not isinstance(block_ids, list):
             raise BadRecord(f"hash_ids: expected a list, got {kind(block_ids)}")
@@ -73,3 +75,15 @@ class BlockIdRequest:
             unshared_tokens(self._ordinal, self._num_output),
             None if self.timestamps_s is None else self.timestamps_s[0],
         )
+
+
+BAILIAN = Format(
+    "bailian",
+    lambda keys: "hash_ids" in keys and "chat_id" in keys,
+    lambda encoder: BlockIdReader(BAILIAN_BLOCK_SIZE, timestamp_unit_s=1.0),
+)
+MOONCAKE = Format(
+    "mooncake",
+    lambda keys: "hash_ids" in keys,
+    lambda encoder: BlockIdReader(MOONCAKE_BLOCK_SIZE, timestamp_unit_s=1e-3),
+)

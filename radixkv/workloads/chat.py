@@ -9,16 +9,15 @@ messages. Called by the readers and the embedded workload.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from radixkv.cache.namespace import Media, Namespace, Salt
+from radixkv.cache.namespace import LoRA, Media, Namespace, Salt
 from radixkv.tokens import TOKEN_BYTES
-from radixkv.workloads.messages import ASSISTANT, MediaPart, Message
-from radixkv.workloads.problems import BadRecord
+from radixkv.workloads.media import MediaPart
+from radixkv.workloads.messages import ASSISTANT, Message
 from radixkv.workloads.request import TraceRequest
 from radixkv.workloads.tokenizers import IM_END, IM_START, Tokenizer
 
 # A trace does not say how many tokens an image takes; one placeholder carries its digest.
 _MEDIA_BEFORE, _MEDIA_PLACEHOLDER, _MEDIA_AFTER = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-_GENERATION_HEAD = f"{IM_START}{ASSISTANT}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +33,30 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._head = Encoded(tokenizer.encode(_GENERATION_HEAD))
+        self._head = Encoded(tokenizer.encode(_head(ASSISTANT)))
 
     def message(self, message: Message) -> Encoded:
         """Encodes one message. Joined messages are a prompt only if `tokenizer.joins_at_messages`."""
         return self._encode(_rendered(message))
 
-    def prompt(self, messages: Sequence[Message], encoded: Sequence[Encoded] | None = None) -> Encoded:
+    def prompt(
+        self, messages: Sequence[Message], encoded: Sequence[Encoded] | None = None, attributes: str = ""
+    ) -> Encoded:
         """Encodes a prompt that asks for the assistant's next message.
 
         Args:
             messages: all of the prompt's messages.
             encoded: what `message` returned for each, if the caller kept it; used where joining is exact.
+            attributes: of the message that is asked for: the head that its answer follows says them.
 
         Cost: O(tokens) copied, plus encoding where `encoded` is missing or the tokenizer can't join.
         """
+        head = _head(ASSISTANT, attributes)
         if self.tokenizer.joins_at_messages:
-            return join([*(map(self.message, messages) if encoded is None else encoded), self._head])
+            last = self._encode([head]) if attributes else self._head
+            return join([*(map(self.message, messages) if encoded is None else encoded), last])
         parts = [part for message in messages for part in _rendered(message)]
-        return self._encode([*parts, _GENERATION_HEAD])
+        return self._encode([*parts, head])
 
     def output(self, message: Message) -> Encoded:
         """Encodes an assistant's message as what was sampled after its prompt."""
@@ -94,21 +98,18 @@ def chat_request(
     *,
     timestamp_s: float | None,
     session: str | None,
-    salt: str | None = None,
+    namespace: tuple[LoRA | Salt, ...] = (),
 ) -> TraceRequest:
-    """Makes a request of an encoded prompt and output, its media and salt becoming the namespace.
-
-    Raises:
-        BadRecord: the prompt has no tokens.
-    """
-    if not prompt.packed:
-        raise BadRecord("the prompt is empty")
-    found: list[Media | Salt] = [] if salt is None else [Salt(salt)]
+    """Makes a request of an encoded prompt and output, its media joining the namespace."""
+    found: Namespace = namespace
     if prompt.media or output.media:
-        found.extend(join([prompt, output]).media)
-    namespace: Namespace | None = tuple(found) if found else None
-    return TraceRequest(label, prompt.packed, output.packed, timestamp_s, session, namespace)
+        found = (*namespace, *join([prompt, output]).media)
+    return TraceRequest(label, prompt.packed, output.packed, timestamp_s, session, found or None)
 
 
 def _rendered(message: Message) -> list[str | MediaPart]:
-    return [f"{IM_START}{message.role}\n", *message.parts, f"{IM_END}\n"]
+    return [_head(message.role, message.attributes), *message.parts, f"{IM_END}\n"]
+
+
+def _head(role: str, attributes: str = "") -> str:
+    return f"{IM_START}{role}{attributes}\n"

@@ -5,26 +5,33 @@ Forms: `{"id", "messages", "timestamps"?}`, ShareGPT's `{"id", "conversations": 
 
 from typing import Any
 
+from radixkv.cache.namespace import LoRA, Salt
+from radixkv.workloads.body import namespace_of, with_system
 from radixkv.workloads.chat import ChatEncoder, Encoded, chat_request
-from radixkv.workloads.messages import ASSISTANT, Message, parse_messages, tools_text, with_tools
+from radixkv.workloads.fields import Fields
+from radixkv.workloads.keys import RECORD
+from radixkv.workloads.messages import ASSISTANT, Message, parse_messages
 from radixkv.workloads.problems import BadRecord
+from radixkv.workloads.reader import Format
 from radixkv.workloads.request import TraceRequest
-from radixkv.workloads.values import kind, label_of, object_of, seconds_of
+from radixkv.workloads.values import kind, label_of, seconds_of
 
 
 class ConversationReader:
     """Conversations: `messages` (or ShareGPT's `conversations`); every assistant message is a request.
 
-    Its prompt is all messages before it. Optional: `id`, `timestamps` (seconds, one per assistant message), `tools`.
+    Its prompt is all messages before it. Optional: `id`, `timestamps` (seconds, one per assistant message), and what
+    `radixkv.workloads.keys` says of what stands beside messages.
     """
+
+    ignored = RECORD
 
     def __init__(self, encoder: ChatEncoder) -> None:
         self._encoder = encoder
 
-    def parse(self, value: Any, number: int, ordinal: int) -> "Conversation":
-        record = object_of(value)
+    def parse(self, record: Fields, number: int, ordinal: int) -> "Conversation":
         key = "conversations" if "conversations" in record and "messages" not in record else "messages"
-        messages = with_tools(parse_messages(record.get(key), key), tools_text(record.get("tools"), "tools"))
+        messages = with_system(parse_messages(record, key), record)
         turns = [i for i, message in enumerate(messages) if message.role == ASSISTANT]
         stamps = record.get("timestamps")
         if stamps is not None:
@@ -33,7 +40,7 @@ class ConversationReader:
                 raise BadRecord(f"timestamps: expected a list of {len(turns)}, one per assistant message, got {got}")
             stamps = [_seconds(stamp, f"timestamps[{i}]") for i, stamp in enumerate(stamps)]
         label = label_of(record.get("id"), "id") or f"conversation{number}"
-        return Conversation(self._encoder, label, messages, turns, stamps)
+        return Conversation(self._encoder, label, messages, turns, stamps, namespace_of(record, record))
 
 
 class Conversation:
@@ -46,8 +53,10 @@ class Conversation:
         messages: tuple[Message, ...],
         turns: list[int],
         timestamps_s: list[float] | None,
+        namespace: tuple[LoRA | Salt, ...],
     ) -> None:
         self._encoder, self._label, self._messages, self._turns = encoder, label, messages, turns
+        self._namespace = namespace
         self._encoded: list[Encoded] = []
         self.num_requests = len(turns)
         self.timestamps_s = timestamps_s
@@ -57,18 +66,19 @@ class Conversation:
     def request(self, turn: int) -> TraceRequest:
         """Cost: O(prompt) copied, plus encoding the messages that no earlier turn has brought."""
         at = self._turns[turn]
-        before = self._messages[:at]
+        before, answer = self._messages[:at], self._messages[at]
         if self._encoder.tokenizer.joins_at_messages:
             self._encoded.extend(map(self._encoder.message, self._messages[len(self._encoded) : at]))
-            prompt = self._encoder.prompt(before, self._encoded[:at])
+            prompt = self._encoder.prompt(before, self._encoded[:at], answer.attributes)
         else:
-            prompt = self._encoder.prompt(before)
+            prompt = self._encoder.prompt(before, attributes=answer.attributes)
         return chat_request(
             f"{self._label}/{turn}",
             prompt,
-            self._encoder.output(self._messages[at]),
+            self._encoder.output(answer),
             timestamp_s=None if self.timestamps_s is None else self.timestamps_s[turn],
             session=self._label,
+            namespace=self._namespace,
         )
 
 
@@ -77,3 +87,8 @@ def _seconds(value: Any, name: str) -> float:
     if seconds is None:
         raise BadRecord(f"{name}: expected a time, got null")
     return seconds
+
+
+CONVERSATIONS = Format(
+    "conversations", lambda keys: "conversations" in keys or "messages" in keys, ConversationReader, has_text=True
+)

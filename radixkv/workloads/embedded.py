@@ -95,7 +95,6 @@ class Embedded:
                 Message(ASSISTANT, (output,)),
                 timestamp_s=now,
                 session=session,
-                salt=None,
             )
             yield item.request(0)
 

@@ -1,26 +1,26 @@
 """Which format a trace file has, from its content, and the source and reader that go with it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
-from radixkv.workloads.block_ids import BAILIAN_BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, BlockIdReader
+from radixkv.workloads.block_ids import BAILIAN, MOONCAKE
 from radixkv.workloads.chat import ChatEncoder
-from radixkv.workloads.conversations import ConversationReader
+from radixkv.workloads.conversations import CONVERSATIONS
 from radixkv.workloads.lengths import LengthReader, is_header
 from radixkv.workloads.problems import BadRecord, TraceError
 from radixkv.workloads.reader import Reader
-from radixkv.workloads.requests import RequestReader
+from radixkv.workloads.requests import REQUESTS
 from radixkv.workloads.sources import JsonArray, Lines, Record, open_binary
-from radixkv.workloads.values import object_of, shown
+from radixkv.workloads.values import kind, shown_keys
 
-CONVERSATIONS, REQUESTS, MOONCAKE, BAILIAN, AZURE = "conversations", "requests", "mooncake", "bailian", "azure"
-FORMATS = (CONVERSATIONS, REQUESTS, MOONCAKE, BAILIAN, AZURE)
+AZURE = "azure"
+# Of JSON, in the order in which they are asked whether a record is theirs.
+_JSON_FORMATS = {format.name: format for format in (BAILIAN, MOONCAKE, REQUESTS, CONVERSATIONS)}
+FORMATS = (*_JSON_FORMATS, AZURE)
 
-# What only a log of single requests has beside `messages`.
-_REQUEST_KEYS = ("output", "output_token_ids", "response", "session", "timestamp", "cache_salt")
 _FOREIGN_STARTS = {
     b"\x28\xb5\x2f\xfd": "zstd; decompress it first",
     b"PK\x03\x04": "a zip archive; unpack it first",
@@ -40,14 +40,18 @@ class TraceFile:
         source: its records.
         reader: what understands them.
         size_bytes: the file's length.
+        has_text: its tokens are the encoder's.
         has_header: the first record names the columns.
+        decode: of a record, what the reader reads.
     """
 
     format: str
     source: Lines | JsonArray
     reader: Reader
     size_bytes: int
+    has_text: bool
     has_header: bool
+    decode: Callable[[Record], Any]
 
 
 def open_file(path: Path, format: str | None, encoder: ChatEncoder, *, skip_bad: bool) -> TraceFile:
@@ -72,18 +76,19 @@ def open_file(path: Path, format: str | None, encoder: ChatEncoder, *, skip_bad:
     source: Lines | JsonArray = JsonArray(path) if is_array else Lines(path)
     found = format or _recognise(path, source, skip_bad)
     if found == AZURE:
-        return TraceFile(found, source, _length_reader(path, source), size, has_header=True)
-    return TraceFile(found, source, _json_reader(found, encoder), size, has_header=False)
+        reader = _length_reader(path, source)
+        return TraceFile(found, source, reader, size, has_text=False, has_header=True, decode=_row(reader))
+    known = _JSON_FORMATS[found]
+    return TraceFile(found, source, known.make(encoder), size, known.has_text, has_header=False, decode=Record.json)
 
 
-def _json_reader(format: str, encoder: ChatEncoder) -> Reader:
-    if format == CONVERSATIONS:
-        return ConversationReader(encoder)
-    if format == REQUESTS:
-        return RequestReader(encoder)
-    if format == MOONCAKE:
-        return BlockIdReader(MOONCAKE_BLOCK_SIZE, timestamp_unit_s=1e-3)
-    return BlockIdReader(BAILIAN_BLOCK_SIZE, timestamp_unit_s=1.0)
+def _row(reader: LengthReader) -> Callable[[Record], Any]:
+    def decode(record: Record) -> Any:
+        if record.error:
+            raise BadRecord(record.error)
+        return reader.decode(record.text)
+
+    return decode
 
 
 def _length_reader(path: Path, source: Lines | JsonArray) -> LengthReader:
@@ -112,31 +117,16 @@ def _recognise(path: Path, source: Lines | JsonArray, skip_bad: bool) -> str:
     raise TraceError(path, "", "no record in it, so its format can't be recognised; name one with format= (--format)")
 
 
-def _awaits_answer(messages: Any, is_call: bool) -> bool:
-    """Whether messages are a request's: the last is not the assistant's. Else they are a conversation with its answers.
-
-    Conversations of tools and simulated users may end with somebody else's word too; what has answers in it and is no
-    API call (it names no model) is taken for one.
-    """
-    roles = [m.get("role") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
-    return bool(roles) and roles[-1] != "assistant" and (is_call or roles.count("assistant") < 2)
-
-
 def _format_of(record: Record) -> str:
     if not record.error and is_header(record.text):
         return AZURE
-    keys: Mapping[str, Any] = object_of(record.json())
-    if "hash_ids" in keys:
-        return BAILIAN if "chat_id" in keys else MOONCAKE
-    if any(keys.get(key) is not None for key in ("prompt", "prompt_token_ids", "body", "request")):
-        return REQUESTS
-    if "conversations" in keys:
-        return CONVERSATIONS
-    if "messages" in keys:
-        is_request = any(key in keys for key in _REQUEST_KEYS) or _awaits_answer(keys["messages"], "model" in keys)
-        return REQUESTS if is_request else CONVERSATIONS
-    seen = ", ".join(shown(key) for key in list(keys)[:8]) or "none"
+    keys = record.json()
+    if not isinstance(keys, dict):
+        raise BadRecord(f"expected a JSON object, got {kind(keys)}")
+    for name, format in _JSON_FORMATS.items():
+        if format.recognises(keys):
+            return name
     raise BadRecord(
         "format not recognised: expected the keys messages, conversations, prompt, prompt_token_ids, body or hash_ids, "
-        f"or a header with ContextTokens; got the keys {seen}"
+        f"or a header with ContextTokens; got {shown_keys(keys)}"
     )

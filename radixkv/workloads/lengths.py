@@ -6,6 +6,7 @@ Nobody knows what such requests share, so here they share nothing: hits are 0 an
 from collections.abc import Sequence
 from typing import Any
 
+from radixkv.workloads.fields import Fields
 from radixkv.workloads.fresh_tokens import unshared_tokens
 from radixkv.workloads.problems import BadRecord
 from radixkv.workloads.request import TraceRequest
@@ -22,24 +23,32 @@ def is_header(line: str) -> bool:
 class LengthReader:
     """Rows of a CSV file after its header."""
 
+    ignored: frozenset[str] = frozenset()
+
     def __init__(self, header: str) -> None:
         """Raises BadRecord if `header` lacks a column."""
         names = _fields(header)
         missing = [name for name in _COLUMNS if name not in names]
         if missing:
             raise BadRecord(f"expected a header with {', '.join(_COLUMNS)}, got {shown(header)}")
-        self._num_columns = len(names)
-        self._at = [names.index(name) for name in _COLUMNS]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise BadRecord(f"expected a header with a name for each column, got {shown(twice[0])} twice")
+        self._names = names
 
-    def parse(self, value: Any, number: int, ordinal: int) -> "LengthRequest":
-        fields = _fields(value)
-        if len(fields) != self._num_columns:
-            raise BadRecord(f"expected {self._num_columns} columns, got {len(fields)}")
-        time, num_input, num_output = (fields[at] for at in self._at)
+    def decode(self, line: str) -> dict[str, Any]:
+        """Returns a row by the names of its columns. Raises BadRecord if it has more or fewer."""
+        fields = _fields(line)
+        if len(fields) != len(self._names):
+            raise BadRecord(f"expected {len(self._names)} columns, got {len(fields)}")
+        return dict(zip(self._names, fields, strict=True))
+
+    def parse(self, record: Fields, number: int, ordinal: int) -> "LengthRequest":
+        time, num_input, num_output = map(record.get, _COLUMNS)
         timestamp_s = seconds_of(time, _COLUMNS[0])
         assert timestamp_s is not None
         return LengthRequest(
-            length_of(_integer(num_input), _COLUMNS[1], minimum=1),
+            length_of(_integer(num_input), _COLUMNS[1]),
             length_of(_integer(num_output), _COLUMNS[2]),
             timestamp_s,
             ordinal,

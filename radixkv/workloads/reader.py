@@ -1,11 +1,15 @@
-"""What every format's reader provides: a decoded record in, an item out that yields its requests by turn.
+"""What every format provides: how it is recognised, and a reader: a record in, an item out that yields its requests.
 
-A reader never sees files, order, or where an error is; `radixkv.workloads.trace` sees to those.
+A reader never sees files, order, or where an error is; `radixkv.workloads.trace` sees to those, and to the keys that a
+reader did not read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from radixkv.workloads.chat import ChatEncoder
+from radixkv.workloads.fields import Fields
 from radixkv.workloads.request import TraceRequest
 
 
@@ -25,20 +29,41 @@ class Item(Protocol):
         """About what keeping the item in memory costs, encoded tokens included."""
 
     def request(self, turn: int) -> TraceRequest:
-        """Returns request `turn` in 0..num_requests. Raises BadRecord if its text can't be encoded to any token."""
+        """Returns request `turn` in 0..num_requests."""
 
 
 class Reader(Protocol):
-    """Turns decoded records of one format into items."""
+    """Turns records of one format into items."""
 
-    def parse(self, value: Any, number: int, ordinal: int) -> Item:
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Keys of a record that change no prompt: they may stay unread."""
+
+    def parse(self, record: Fields, number: int, ordinal: int) -> Item:
         """Checks a record.
 
         Args:
-            value: decoded JSON, or the text of a CSV row.
+            record: decoded JSON, or a CSV row by the names of its columns; what is not read of it is said aloud.
             number: line or element in its file, from 1.
             ordinal: a number that no other record of the trace has.
 
         Raises:
             BadRecord: saying which field is wrong, and how.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format whose records are JSON objects.
+
+    Attributes:
+        name: what a trace says it was read as.
+        recognises: whether a record is of it, from its keys; formats are asked in the order of `formats.py`.
+        make: its reader.
+        has_text: its tokens are a tokenizer's.
+    """
+
+    name: str
+    recognises: Callable[[Mapping[str, Any]], bool]
+    make: Callable[[ChatEncoder], Reader]
+    has_text: bool = False

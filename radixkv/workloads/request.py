@@ -15,7 +15,7 @@ class TraceRequest:
 
     Attributes:
         id: the trace's own name of the request, or where it was read.
-        prompt: [n >= 1] int32 packed token ids.
+        prompt: [n >= 0] int32 packed token ids; a trace may hold empty prompts, which no engine serves.
         output: [m >= 0] int32 packed token ids, as sampled after `prompt`; empty where the trace has none.
         timestamp_s: arrival in seconds from the trace's own origin; None where the trace has no clock.
         session: the conversation, document or puzzle that the request belongs to.

@@ -1,49 +1,44 @@
-"""Reader of single requests: `{"id", "session"?, "timestamp"?, "prompt", "output"?}` and OpenAI's request logs."""
+"""Reader of single requests: `{"id", "session"?, "timestamp"?, "prompt", "output"?}` and request logs of APIs."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from radixkv.tokens import pack
+from radixkv.cache.namespace import LoRA, Salt
+from radixkv.workloads.body import Prompt, namespace_of, packed_ids, prompt_of
 from radixkv.workloads.chat import ChatEncoder, Encoded, chat_request
-from radixkv.workloads.messages import (
-    ASSISTANT,
-    Message,
-    check_text,
-    parse_message,
-    parse_messages,
-    tools_text,
-    with_tools,
-)
+from radixkv.workloads.fields import Fields
+from radixkv.workloads.keys import CHOICE, MESSAGE, RECORD, RESPONSE
+from radixkv.workloads.messages import ASSISTANT, Message, parse_message
 from radixkv.workloads.problems import BadRecord
+from radixkv.workloads.reader import Format
 from radixkv.workloads.request import TraceRequest
-from radixkv.workloads.values import kind, label_of, object_of, seconds_of
+from radixkv.workloads.values import check_text, label_of, seconds_of
+
+# What only a log of single requests has beside `messages`.
+_REQUEST_KEYS = ("output", "output_token_ids", "response", "session", "timestamp", "cache_salt")
 
 
 class RequestReader:
-    """Single requests: `prompt`, `prompt_token_ids` or `messages`, also inside `body` (OpenAI batch lines).
+    """Single requests: `prompt`, `prompt_token_ids` or `messages`, also inside `body` or `request` (batch lines, logs).
 
-    Optional: `id` (or `custom_id`), `session`, `timestamp`, `tools`, `cache_salt`, and the output as `output`,
-    `output_token_ids`, an OpenAI `response`, or the last of the `messages` where that is the assistant's.
+    Optional: `id` (or `custom_id`), `session`, `timestamp`, what `radixkv.workloads.keys` says of a body, and the
+    output as `output`, `output_token_ids`, a `response` of OpenAI's, Anthropic's or Ollama's, or the last of the
+    `messages` where that is the assistant's.
     """
+
+    ignored = RECORD
 
     def __init__(self, encoder: ChatEncoder) -> None:
         self._encoder = encoder
 
-    def parse(self, value: Any, number: int, ordinal: int) -> "Request":
-        record = object_of(value)
-        body = record
-        for key in ("body", "request"):
-            if record.get(key) is not None:
-                body = object_of(record[key])
-                break
+    def parse(self, record: Fields, number: int, ordinal: int) -> "Request":
+        inner = next((key for key in ("body", "request") if key in record), None)
+        body = record if inner is None else record.inside(inner, RECORD)
         label = label_of(record.get("id"), "id") or label_of(record.get("custom_id"), "custom_id")
-        salt = body.get("cache_salt")
-        if salt is not None and not isinstance(salt, str):
-            raise BadRecord(f"cache_salt: expected a string, got {kind(salt)}")
-        prompt, output = _prompt_of(body), _output_of(record)
+        prompt, output = prompt_of(body), _output_of(record)
         if not output and isinstance(prompt, tuple) and len(prompt) > 1 and prompt[-1].role == ASSISTANT:
             prompt, output = prompt[:-1], prompt[-1]  # a log that keeps the answer where it belongs in the chat
-        if isinstance(prompt, bytes) and not isinstance(output, bytes):
+        if isinstance(prompt, bytes) and prompt and not isinstance(output, bytes):
             raise BadRecord("output: a prompt of token ids needs output_token_ids, got text")
         return Request(
             self._encoder,
@@ -52,7 +47,7 @@ class RequestReader:
             output,
             timestamp_s=seconds_of(record.get("timestamp"), "timestamp"),
             session=label_of(record.get("session"), "session"),
-            salt=salt,
+            namespace=namespace_of(body, record),
         )
 
 
@@ -63,103 +58,99 @@ class Request:
         self,
         encoder: ChatEncoder,
         label: str,
-        prompt: str | bytes | tuple[Message, ...],
+        prompt: Prompt,
         output: Message | bytes,
         *,
         timestamp_s: float | None,
         session: str | None,
-        salt: str | None,
+        namespace: tuple[LoRA | Salt, ...] = (),
     ) -> None:
         self._encoder, self._label, self._prompt, self._output = encoder, label, prompt, output
-        self._session, self._salt = session, salt
+        self._session, self._namespace = session, namespace
         self.num_requests = 1
         self.timestamps_s = None if timestamp_s is None else (timestamp_s,)
         self.num_bytes = 1000 + _num_chars(prompt) + (len(output) if isinstance(output, bytes) else 0)
 
     def request(self, turn: int) -> TraceRequest:
-        encoder = self._encoder
+        encoder, output = self._encoder, self._output
         if isinstance(self._prompt, tuple):
-            prompt = encoder.prompt(self._prompt)
+            prompt = encoder.prompt(self._prompt, attributes=output.attributes if isinstance(output, Message) else "")
         elif isinstance(self._prompt, str):
             prompt = Encoded(encoder.tokenizer.encode(self._prompt))
         else:
             prompt = Encoded(self._prompt)
-        if isinstance(self._output, bytes):
-            output = Encoded(self._output)
+        if isinstance(output, bytes):
+            sampled = Encoded(output)
         elif isinstance(self._prompt, tuple):
-            output = encoder.output(self._output)
+            sampled = encoder.output(output)
         else:
             # A raw prompt is continued by raw text: no chat template ends it.
-            output = Encoded(encoder.tokenizer.encode("".join(p for p in self._output.parts if isinstance(p, str))))
+            sampled = Encoded(encoder.tokenizer.encode("".join(p for p in output.parts if isinstance(p, str))))
         return chat_request(
             self._label,
             prompt,
-            output,
+            sampled,
             timestamp_s=None if self.timestamps_s is None else self.timestamps_s[0],
             session=self._session,
-            salt=self._salt,
+            namespace=self._namespace,
         )
 
 
-def _prompt_of(body: Mapping[str, Any]) -> str | bytes | tuple[Message, ...]:
-    given = [key for key in ("prompt_token_ids", "prompt", "messages") if body.get(key) is not None]
-    if not given:
-        raise BadRecord("expected prompt, prompt_token_ids or messages, got none of them")
-    if given[0] == "messages":
-        messages = parse_messages(body["messages"], "messages")
-        if not messages:
-            raise BadRecord("messages: expected at least one")
-        return with_tools(messages, tools_text(body.get("tools"), "tools"))
-    value = body[given[0]]
-    if given[0] == "prompt" and isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        value = value[0]
-    if given[0] == "prompt" and isinstance(value, str):
-        if not value:
-            raise BadRecord("prompt: expected text, got none")
-        return check_text(value, "prompt")
-    packed = _packed(value, given[0])
-    if not packed:
-        raise BadRecord(f"{given[0]}: expected at least one token id")
-    return packed
+def _output_of(record: Fields) -> Message | bytes:
+    if "output_token_ids" in record:
+        for key in ("output", "response"):  # what the ids spell
+            record.get(key)
+        return packed_ids(record, "output_token_ids")
+    if "output" in record:
+        return _answer(record, "output")
+    return _answer(record, "response") if "response" in record else b""
 
 
-def _output_of(record: Mapping[str, Any]) -> Message | bytes:
-    if record.get("output_token_ids") is not None:
-        return _packed(record["output_token_ids"], "output_token_ids")
-    output = record.get("output")
-    if output is None and record.get("response") is not None:
-        output = _response_message(record["response"])
-    if output is None:
+def _answer(holder: Fields, key: str) -> Message | bytes:
+    """Returns what a model answered, b"" where it did not (a failed call)."""
+    value = holder.get(key)
+    if isinstance(value, str):
+        return Message(ASSISTANT, (check_text(value, holder.path(key)),))
+    if value is None:
         return b""
-    if isinstance(output, str):
-        return Message(ASSISTANT, (check_text(output, "output"),))
-    return parse_message({"role": ASSISTANT, **object_of(output)}, "output")
+    if key in ("output", "message"):
+        return parse_message(holder.inside(key, MESSAGE), ASSISTANT)
+    found = holder.inside(key, RESPONSE)
+    if isinstance(found.value.get("body"), dict):
+        found = found.inside("body", RESPONSE)
+    choices = found.value.get("choices")
+    if isinstance(choices, list) and choices:
+        choice = found.inside("choices", CHOICE, 0)
+        found.drop("choices[1:]", choices[1:])
+        return _answer(choice, "message" if "message" in choice.value else "text")
+    inner = next((key for key in ("message", "response") if key in found), None)  # Ollama's chat, and its generate
+    if inner:
+        return _answer(found, inner)
+    return parse_message(found, ASSISTANT) if "content" in found else b""  # Anthropic's is a message
 
 
-def _response_message(response: Any) -> Any:
-    """Returns the message or text of an OpenAI response's first choice, None where it holds none (a failed call)."""
-    if isinstance(response, str):
-        return response
-    body = object_of(response)
-    if isinstance(body.get("body"), dict):
-        body = body["body"]
-    choices = body.get("choices")
-    if not isinstance(choices, list) or not choices:
-        return None
-    choice = object_of(choices[0])
-    return choice.get("message", choice.get("text"))
-
-
-def _packed(value: Any, name: str) -> bytes:
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise BadRecord(f"{name}: expected a list of token ids, got {kind(value)}")
-    try:
-        return pack(value)
-    except (ValueError, OverflowError):
-        raise BadRecord(f"{name}: expected token ids in 0..{2**31 - 1}") from None
-
-
-def _num_chars(prompt: str | bytes | tuple[Message, ...]) -> int:
+def _num_chars(prompt: Prompt) -> int:
     if isinstance(prompt, tuple):
         return sum(len(part) for message in prompt for part in message.parts if isinstance(part, str))
     return len(prompt)
+
+
+def _is_request(keys: Mapping[str, Any]) -> bool:
+    if any(keys.get(key) is not None for key in ("prompt", "prompt_token_ids", "body", "request")):
+        return True
+    if "messages" not in keys or "conversations" in keys:
+        return False
+    return any(key in keys for key in _REQUEST_KEYS) or _awaits_answer(keys["messages"], "model" in keys)
+
+
+def _awaits_answer(messages: Any, is_call: bool) -> bool:
+    """Whether messages are a request's: the last is not the assistant's. Else they are a conversation with its answers.
+
+    Conversations of tools and simulated users may end with another's word too; what has answers in it and is no API
+    call (it names no model) is taken for one.
+    """
+    roles = [m.get("role") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
+    return bool(roles) and roles[-1] != ASSISTANT and (is_call or roles.count(ASSISTANT) < 2)
+
+
+REQUESTS = Format("requests", _is_request, RequestReader, has_text=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from radixkv.workloads.problems import BadRecord, TraceError
+from radixkv.workloads.values import shown
 
 MAX_RECORD_BYTES = 64 * 2**20
 
@@ -26,8 +27,21 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
+
 # How far before the end of the buffer a decoding error may point and still be explained by the buffer's end.
 _CUT_CHARS = 16
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object. Raises BadRecord where a key stands twice: one of the values would be dropped."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadRecord(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} stands twice in an object")
+    return found
+
+
+_STRICT_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,9 @@ class Record:
         if self.error:
             raise BadRecord(self.error)
         try:
-            return _DECODER.decode(self.text)
+            return _STRICT_DECODER.decode(self.text)
+        except BadRecord:
+            raise
         except RecursionError:
             raise BadRecord("JSON nested too deeply") from None
         except ValueError as error:

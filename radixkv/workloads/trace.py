@@ -8,7 +8,8 @@ from os import PathLike
 from pathlib import Path
 
 from radixkv.workloads.chat import ChatEncoder
-from radixkv.workloads.formats import AZURE, CONVERSATIONS, FORMATS, REQUESTS, TraceFile, open_file
+from radixkv.workloads.fields import Fields, num_chars
+from radixkv.workloads.formats import AZURE, FORMATS, TraceFile, open_file
 from radixkv.workloads.order import Entry, in_order
 from radixkv.workloads.problems import BadRecord, ReadCounts, TraceError
 from radixkv.workloads.reader import Item
@@ -78,7 +79,7 @@ class Trace:
         self._limit, self._skip_bad, self._cache_bytes = limit, skip_bad, cache_bytes
         self.name = "+".join(_name(file.source.path) for file in files)
         self.formats = tuple(file.format for file in files)
-        self.tokenizer = tokenizer if any(name in (CONVERSATIONS, REQUESTS) for name in self.formats) else None
+        self.tokenizer = tokenizer if any(file.has_text for file in files) else None
         self.sharing_known = AZURE not in self.formats
         self.counts = ReadCounts()
 
@@ -96,6 +97,7 @@ class Trace:
         for file in self._files:
             for request in _FileRun(file, counts, first_ordinal, self._skip_bad).requests(self._cache_bytes):
                 counts.num_requests += 1
+                counts.num_empty += not request.prompt
                 yield request
                 if counts.num_requests == self._limit:
                     return
@@ -113,13 +115,8 @@ class _FileRun:
         self._file, self._counts, self._first_ordinal, self._skip_bad = file, counts, first_ordinal, skip_bad
 
     def requests(self, cache_bytes: int) -> Iterator[TraceRequest]:
-        for number, item, turn in in_order(self._entries(), self._load, cache_bytes):
-            try:
-                request = item.request(turn)
-            except BadRecord as error:
-                self._bad(number, str(error))
-                continue
-            yield request
+        for _, item, turn in in_order(self._entries(), self._load, cache_bytes, self._odd):
+            yield item.request(turn)
 
     def _entries(self) -> Iterator[Entry]:
         records = iter(self._file.source)
@@ -127,7 +124,7 @@ class _FileRun:
             next(records, None)
         for record in records:
             try:
-                item = self._parse(record)
+                item = self._parse(record, self._counts)
             except BadRecord as error:
                 self._bad(record.number, str(error))
                 continue
@@ -135,13 +132,15 @@ class _FileRun:
                 self._counts.num_without_output += 1
             yield Entry(record.number, record.offset, record.size_bytes, item)
 
-    def _parse(self, record: Record) -> Item:
-        is_text = self._file.has_header
-        if is_text and record.error:
-            raise BadRecord(record.error)
-        value = record.text if is_text else record.json()
+    def _parse(self, record: Record, counts: ReadCounts | None = None) -> Item:
+        """Reads a record; `counts` is told of the keys in it that were not read."""
+        value, reader = self._file.decode(record), self._file.reader
         try:
-            return self._file.reader.parse(value, record.number, self._first_ordinal + record.number)
+            fields = Fields(value, ignored=reader.ignored)
+            item = reader.parse(fields, record.number, self._first_ordinal + record.number)
+            if counts is not None and (unread := [(name, num_chars(of)) for name, of in fields.unread()]):
+                counts.add_unread(unread, num_chars(value))
+            return item
         except RecursionError:
             raise BadRecord("nested too deeply") from None
 
@@ -158,10 +157,15 @@ class _FileRun:
 
     def _bad(self, number: int, reason: str) -> None:
         source = self._file.source
-        error = TraceError(source.path, f"{source.unit} {number}", reason)
+        where = f"{source.unit} {number}"
         if not self._skip_bad:
-            raise error
-        self._counts.add_bad(error)
+            raise TraceError(source.path, where, f"{reason} (skip_bad, --skip-bad: count such records and go on)")
+        self._counts.add_bad(TraceError(source.path, where, reason))
+
+    def _odd(self, number: int, num_requests: int, is_timed: bool) -> None:
+        """Counts the requests of a record that has a timestamp where others have none, or the other way round."""
+        odd = self._counts.unordered if is_timed else self._counts.untimed
+        odd.add(f"{self._file.source.path}: {self._file.source.unit} {number}", num_requests)
 
 
 def check_limit(limit: int | None) -> None:

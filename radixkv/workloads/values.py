@@ -1,6 +1,7 @@
 """Checks of single JSON values that every reader needs, with errors that name the field."""
 
 import math
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -10,18 +11,13 @@ from radixkv.workloads.problems import BadRecord
 # More than any model takes; without a bound one line could ask for a terabyte of tokens.
 MAX_TOKENS = 2**24
 
-
-def object_of(value: Any) -> Mapping[str, Any]:
-    """Returns a decoded JSON object. Raises BadRecord for anything else."""
-    if not isinstance(value, dict):
-        raise BadRecord(f"expected a JSON object, got {kind(value)}")
-    return value
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
 
 
-def length_of(value: Any, name: str, minimum: int = 0) -> int:
-    """Returns a number of tokens in minimum .. MAX_TOKENS. Raises BadRecord."""
-    if type(value) is not int or not minimum <= value <= MAX_TOKENS:
-        raise BadRecord(f"{name}: expected an integer in {minimum}..{MAX_TOKENS}, got {shown(value)}")
+def length_of(value: Any, name: str) -> int:
+    """Returns a number of tokens in 0 .. MAX_TOKENS. Raises BadRecord."""
+    if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+        raise BadRecord(f"{name}: expected an integer in 0..{MAX_TOKENS}, got {shown(value)}")
     return value
 
 
@@ -38,7 +34,7 @@ def seconds_of(value: Any, name: str, unit_s: float = 1.0) -> float | None:
     """Returns a time in seconds, None if there is none.
 
     Args:
-        value: a finite number, or ISO 8601 text (without an offset: UTC; the result counts from 1970).
+        value: a finite number, text that spells one, or ISO 8601 text (without an offset: UTC; counted from 1970).
         unit_s: seconds per unit of a number.
 
     Raises:
@@ -46,6 +42,8 @@ def seconds_of(value: Any, name: str, unit_s: float = 1.0) -> float | None:
     """
     if value is None:
         return None
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = float(value)
     if type(value) in (int, float):
         try:
             seconds = value * unit_s
@@ -78,3 +76,18 @@ def shown(value: Any) -> str:
         return "a huge integer"
     text = ascii(value[:40] if isinstance(value, str) else value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def shown_keys(value: Mapping[str, Any]) -> str:
+    """Shows the first keys of an object in an error."""
+    return "the keys " + ", ".join(shown(key) for key in list(value)[:8]) if value else "an empty object"
+
+
+def check_text(text: str, name: str) -> str:
+    """Returns `text`. Raises BadRecord if it holds a lone surrogate, which no tokenizer can encode."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord(f"{name}: character {error.start} is a lone surrogate, which is no text") from None
+    return text

@@ -1,10 +1,12 @@
 """experiments.compare and index_cost: the fields other scripts read, the options, the errors."""
 
 import json
+import random
 
 import pytest
 
-from experiments import compare, compare_options, compare_replay, index_cost
+from experiments import compare, compare_options, compare_replay, compare_report, index_cost
+from radixkv.inspect.__main__ import main as inspect_main
 
 FIELDS = [
     "trace",
@@ -79,6 +81,56 @@ def test_a_trace_of_ones_own(tmp_path):
     }
     assert hits["radix", 1, False] == hits["radix", 16, True] == 7 * 168
     assert hits["radix", 16, False] == hits["flat_hash", 16, False] == 7 * 160
+
+
+def write_claude_log(tmp_path):
+    """Ten calls to Anthropic's API: each with a long system prompt of its own, and all but the same question."""
+    rng = random.Random(0)
+    path = tmp_path / "claude.jsonl"
+    lines = [
+        {
+            "model": "claude",
+            "max_tokens": 1000,
+            "system": f"{i} " + "".join(rng.choice("abcdef") for _ in range(19_798)),
+            "messages": [{"role": "user", "content": f"Summarise what the log of this session says, please, in {i}"}],
+            "surprise": "x" * 200,
+        }
+        for i in range(10)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_a_system_prompt_beside_the_messages_counts_and_what_is_not_read_is_said(tmp_path, capsys):
+    trace = write_claude_log(tmp_path)
+    rows = run(tmp_path, "--trace", trace)
+    assert all(row["num_prompt_tokens"] > 198_000 and row["hit_rate"] < 0.003 for row in rows)
+    (warning,) = rows[0]["remarks"]
+    assert warning.startswith("surprise is not understood and was not read: 10 times, 1.0% of its records' text")
+    assert f"Warning: {warning}" in capsys.readouterr().out
+    compare_report.show(json.loads((tmp_path / "compare.json").read_text()))  # the report of the results says it too
+    assert f"Warning: {warning}" in capsys.readouterr().out
+    assert inspect_main(["why", trace, "9"]) == 0
+    shown = capsys.readouterr().out
+    assert "the first 19 are the same" in shown  # <|im_start|>system and a line end, no more
+    first, second = (line for line in shown.splitlines() if line.split()[:1] in (["first"], ["second"]))
+    assert first.split()[1].isdigit() and second.split()[1] == "9"  # where the system prompts part, not the questions
+    assert "warning: surprise is not understood" in shown
+
+
+def test_an_equal_prompt_to_another_model_is_not_what_a_request_shares_most_with(tmp_path, capsys):
+    path = tmp_path / "models.jsonl"
+    asked = [
+        ("a", "the same prompt"),
+        ("a", "the same, but not to its end"),
+        ("b", "the same prompt"),
+        ("a", "the same prompt"),
+    ]
+    path.write_text("".join(json.dumps({"model": model, "prompt": prompt}) + "\n" for model, prompt in asked))
+    rows = run(tmp_path, "--trace", str(path), "--block-size", "1", "--cache", "radix")
+    assert rows[0]["num_cached_tokens"] == len("the same") + len("the same prompt") - 1
+    assert inspect_main(["why", str(path), "3"]) == 0
+    assert "the first is request 0" in capsys.readouterr().out
 
 
 def test_what_has_ended_is_kept_when_a_later_trace_breaks(tmp_path, capsys):

@@ -5,6 +5,10 @@ from typing import NamedTuple
 SCRIPTS = ("tests/test_shadow_engine.py::test_random_scripts",)
 MANAGER = ("tests/test_kv_manager.py", "-k", "not every_row_read")
 ISOLATION = ("tests/test_isolation.py",)
+READERS = ("tests/workloads/test_keys.py",)
+ORDER = ("tests/workloads/test_order.py",)
+MEDIA = ("tests/workloads/test_media.py",)
+EMPTY = ("tests/workloads/test_empty_prompts.py",)
 
 
 class Fault(NamedTuple):
@@ -198,5 +202,100 @@ FAULTS = [
         "                self.watches.cut(node, node.parent)\n        self._detach(top)",
         "                pass\n        self._detach(top)",
         ("tests/cache/test_watch.py",),
+    ),
+    # ---- readers of traces
+    Fault(
+        "a system prompt beside the messages is not read",
+        "    texts: list[Parts] = [content_parts(body, SYSTEM)] if SYSTEM in body else []\n",
+        "    body.get(SYSTEM)\n    texts: list[Parts] = []\n",
+        READERS,
+    ),
+    Fault("tools are not read", 'return f"# {title}\\n\\n<{tag}>', 'return "" and f"# {title}\\n\\n<{tag}>', READERS),
+    Fault("thoughts are not read", "*_thoughts(message), *said)", "*said)", READERS),
+    Fault(
+        "what a model thinks twice is read twice",
+        "dict.fromkeys(_text(message, key)",
+        "list(_text(message, key)",
+        READERS,
+    ),
+    Fault(
+        "the answer to a call does not say to which",
+        '_attributes(message, "name", "tool_call_id")',
+        '_attributes(message, "name")',
+        READERS,
+    ),
+    Fault(
+        "one model hits what another computed",
+        'for key in ("model", *ADAPTERS):',
+        'for key in ("model"[:0], *ADAPTERS):',
+        READERS,
+    ),
+    Fault(
+        "unknown keys are not named",
+        "if value not in (None",
+        "if not value and value not in (None",
+        READERS,
+    ),
+    Fault("unknown keys inside messages are not named", "yield from inside.unread()", "pass", READERS),
+    Fault(
+        "keys are counted anew when a record is read again",
+        "self._parse(source.read(number, offset, size_bytes))",
+        "self._parse(source.read(number, offset, size_bytes), self._counts)",
+        READERS,
+    ),
+    Fault(
+        "the other choices of a response are dropped in silence",
+        '        found.drop("choices[1:]", choices[1:])\n',
+        "",
+        READERS,
+    ),
+    Fault(
+        "a key that stands twice in an object is dropped in silence",
+        "    if len(found) < len(pairs):\n",
+        "    if False:\n",
+        READERS,
+    ),
+    Fault(
+        "a request without a timestamp goes to the end",
+        "[0.0 if here is None else here] * num_requests",
+        "[0.0 if here is None else float('inf')] * num_requests",
+        ORDER,
+    ),
+    Fault(
+        "a missing timestamp is not told",
+        "        elif here is not None:\n            on_odd(entry.number, num_requests, False)\n",
+        "",
+        ORDER,
+    ),
+    Fault(
+        "timestamps that come late are not told",
+        "on_odd(current.number, current.item.num_requests, True)",
+        "pass",
+        ORDER,
+    ),
+    Fault(
+        "a picture is known by the text of its base64",
+        'found = _base64(data) if described.lower().endswith(b";base64") else data',
+        "found = data",
+        MEDIA,
+    ),
+    Fault(
+        "a picture that spells an address is that address",
+        'found = b"name:" + text',
+        "found = text",
+        MEDIA,
+    ),
+    Fault("an empty prompt is not counted", "counts.num_empty += not request.prompt", "pass", EMPTY),
+    Fault(
+        "an empty prompt is submitted to the simulator",
+        "if request.prompt and simulator.fits(",
+        "if simulator.fits(",
+        EMPTY,
+    ),
+    Fault(
+        "why looks at tokens alone",
+        "if request.namespace is None:\n        return request.prompt",
+        "if True:\n        return request.prompt",
+        ("tests/experiments/test_compare.py", "-k", "model"),
     ),
 ]

@@ -69,7 +69,7 @@ def main(words):
     num_survived = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "radixkv"
-        for name in ("radixkv", "kernels", "tests", "pyproject.toml"):
+        for name in ("radixkv", "kernels", "experiments", "tests", "pyproject.toml"):
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))

@@ -64,7 +64,7 @@ def test_the_same_in_every_process():
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        (mooncake(0, -5, []), "input_length: expected an integer in 1..16777216, got -5"),
+        (mooncake(0, -5, []), "input_length: expected an integer in 0..16777216, got -5"),
         (mooncake(0, 10**12, [1]), "input_length: expected"),
         (mooncake(0, 513, [1]), "hash_ids: expected 2 ids for an input_length of 513 in blocks of 512 tokens, got 1"),
         (mooncake(0, 5, [-1]), "hash_ids: expected integers >= 0 or strings, got -1"),
@@ -73,7 +73,7 @@ def test_the_same_in_every_process():
         (mooncake(0, 5, None), "hash_ids: expected a list, got null"),
         (mooncake(0, 5, [1], output=-1), "output_length: expected an integer in 0"),
         (mooncake("?", 5, [1]), "timestamp: expected a finite number"),
-        ({"hash_ids": []}, "input_length: expected an integer in 1..16777216, got null"),
+        ({"hash_ids": []}, "input_length: expected an integer in 0..16777216, got null"),
     ],
 )
 def test_bad_block_id_records(tmp_path, record, reason):
@@ -113,7 +113,7 @@ def test_azure_columns_by_name(tmp_path, header):
     ("row", "reason"),
     [
         ("2023-11-16 18:15:46,1", "expected 3 columns, got 2"),
-        ("2023-11-16 18:15:46,-1,1", "ContextTokens: expected an integer in 1..16777216, got '-1'"),
+        ("2023-11-16 18:15:46,-1,1", "ContextTokens: expected an integer in 0..16777216, got '-1'"),
         ("2023-11-16 18:15:46,1,x", "GeneratedTokens: expected an integer"),
         ("2023-11-16 18:15:46,1,99999999999", "GeneratedTokens: expected an integer"),
         ("noon,1,1", "TIMESTAMP: expected a finite number or an ISO 8601 time, got 'noon'"),
@@ -126,6 +126,26 @@ def test_bad_rows(tmp_path, row, reason):
         list(open_trace(path))
     trace = open_trace(path, skip_bad=True)
     assert list(trace) == [] and trace.counts.num_bad == 1
+
+
+def test_a_length_of_none_is_an_empty_prompt(tmp_path):
+    lengths = write_lines(tmp_path / "a.csv", AZURE, "2023-11-16 18:15:46,0,4", "2023-11-16 18:15:47,5,4")
+    blocks = write_lines(tmp_path / "m", mooncake(0, 0, []), mooncake(1, 5, [1]))
+    for path in (lengths, blocks):
+        trace = open_trace(path)
+        assert [r.num_prompt_tokens for r in trace] == [0, 5]
+        assert trace.counts.num_empty == 1
+
+
+def test_columns_that_are_not_read_are_named(tmp_path):
+    header = "TIMESTAMP,Service,ContextTokens,GeneratedTokens"
+    trace = open_trace(write_lines(tmp_path / "t", header, "2023-11-16 18:15:46,code,1,1", "2023-11-16 18:15:46,,1,1"))
+    assert len(list(trace)) == 2
+    assert {name: key.num_times for name, key in trace.counts.unread.items()} == {"Service": 1}
+    with pytest.raises(
+        TraceError, match="line 1: expected a header with a name for each column, got 'TIMESTAMP' twice"
+    ):
+        open_trace(write_lines(tmp_path / "t", f"{AZURE},TIMESTAMP", "1,1,1,2"))
 
 
 def test_azure_needs_its_header(tmp_path):

@@ -3,14 +3,13 @@
 The traces lie beside the repository (`../shared/traces`) and are no part of it: without them these tests are skipped.
 """
 
-from pathlib import Path
-
 import pytest
+from shared_files import SHARED
 
 from radixkv.workloads import open_trace
 from tests.workloads.prefix_trie import PrefixTrie
 
-TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
+TRACES = SHARED / "traces"
 BLOCK_SIZES = (1, 16, 64)
 
 pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no traces in {TRACES}")
