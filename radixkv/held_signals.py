@@ -69,7 +69,7 @@ class HeldSignals:
     def _deliver(self) -> None:
         while self._waiting:
             number = self._waiting.pop(0)
-            self._handlers[number](number, None)
+            self._handlers[number](number, sys._getframe())
 
     @contextmanager
     def let_through(self) -> Iterator[None]:

@@ -290,3 +290,48 @@ def test_random_operations(make_cache, random_run, block_size, seed):
         assert run.num_evicted
         assert run.num_withdrawn
     run.finish()
+
+
+def test_a_block_is_taken_once(make_cache):
+    """Held already, whether pinned or not, or twice in one call: refused, and nothing changes."""
+    cache = make_cache(4)
+    publish(cache, list(range(12)), 5)
+    lease = cache.acquire(list(range(100, 108)))
+    for blocks in ([20, 20], [5, 20], [20, 7], [6, 6]):
+        if isinstance(cache, NullCache):
+            break
+        with pytest.raises(ValueError, match="block_ids: expected blocks that are not cached yet, each once, got"):
+            cache.insert(lease, list(range(100, 108)), blocks)
+        cache.check()
+        assert cache.peek(list(range(100, 108))) == lease.num_tokens == 0
+    cache.insert(lease, list(range(100, 108)), [20, 21])
+    cache.commit()
+    cache.release(lease)
+    given_up = cache.evict(2).tolist()
+    lease = cache.acquire(list(range(200, 208)))
+    cache.insert(lease, list(range(200, 208)), given_up or [1, 2])  # what it gave up may come back
+    cache.release(lease)
+    cache.check()
+
+
+def test_clear_begins_anew_from_any_state(make_cache):
+    """Also from one that an interruption left half done: here all that a cache is made of is broken on purpose."""
+    cache = make_cache(4)
+    publish(cache, list(range(40)), 0)
+    held = cache.acquire(list(range(40)))
+    cache.insert(cache.acquire(list(range(500, 508))), list(range(500, 508)), [50, 51])  # a step under way
+    watch = cache.watch(list(range(40)))
+    for part in (getattr(cache, "tree", None), getattr(cache, "_map", None), getattr(cache, "_queue", None)):
+        for name in list(vars(part)) if hasattr(part, "__dict__") else []:
+            if name not in ("watches", "_watched"):
+                setattr(part, name, None)
+    cache.clear()
+    cache.check()
+    assert cache.sizes == CacheSizes(0, 0) and cache.peek(list(range(40))) == 0
+    if not isinstance(cache, NullCache):
+        with pytest.raises(ValueError, match="lease"):
+            cache.release(held)
+        with pytest.raises(ValueError, match="watch"):
+            cache.unwatch(watch)
+    assert publish(cache, list(range(40)), 0) == 0
+    assert cache.peek(list(range(40))) == expected(cache, 40)

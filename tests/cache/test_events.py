@@ -253,3 +253,66 @@ def test_unmarking_gives_back_tokens_and_parts():
     assert interner.unmark(tokens) == (tokens, ())
     elsewhere = interner.mark(tokens[5 * 4 :], Media("x", 0, 3))  # the same pair, at another position
     assert interner.unmark(elsewhere) == (tokens[5 * 4 :], (Media("x", 0, 3),))
+
+
+@pytest.mark.parametrize("name", SUBSCRIBED)
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_subscriber_that_fails_disturbs_nothing_and_is_told_anew(name, num_failures, caplog):
+    """At any event; where it fails again while it is told anew, its subscription ends."""
+    for failing in range(12):
+        cache = SUBSCRIBED[name](4)
+        index, heard, other = ReplayedIndex(), [], ReplayedIndex()
+        failures = iter([failing] if num_failures == 1 else [failing, failing + 1])
+        fails_at = [next(failures)]
+
+        def callback(number, event, heard=heard, fails_at=fails_at, failures=failures, index=index):
+            heard.append(number)
+            if number == fails_at[0]:
+                fails_at[0] = next(failures, None)
+                raise RuntimeError("planted")
+            index(len(index.events), event)
+
+        cache.subscribe(callback)
+        cache.subscribe(other)
+        next_block = 0
+        for turn in range(6):
+            tokens = [turn // 2, *range(1, 12)]
+            lease = cache.acquire(tokens)
+            rest = tokens[lease.num_tokens :]
+            cache.insert(lease, rest, range(next_block, next_block + len(rest) // 4))
+            next_block += len(rest) // 4
+            cache.commit()
+            cache.release(lease)
+            cache.evict(1)
+            cache.commit()
+            cache.check()
+        assert heard == list(range(len(heard)))  # each number once, the failed one too
+        has_failed, gave_up = len(heard) > failing, num_failures == 2 and len(heard) > failing + 1
+        assert len(other.blocks) == cache.sizes.evictable + cache.sizes.pinned
+        if not gave_up:
+            assert index.blocks == other.blocks
+        assert ("is told everything anew" in caplog.text) == has_failed or failing
+        assert not gave_up or ("its subscription ends" in caplog.text and len(heard) == failing + 2)
+
+
+def test_an_interruption_in_a_callback_goes_on_up_and_the_next_commit_mends_it():
+    cache, index = RadixCache(4), ReplayedIndex()
+    fails = [True]
+
+    def callback(number, event):
+        if fails[0]:
+            fails[0] = False
+            raise KeyboardInterrupt
+        index(len(index.events), event)
+
+    cache.subscribe(callback)
+    lease = cache.acquire(range(8))
+    cache.insert(lease, range(8), [0, 1])
+    with pytest.raises(KeyboardInterrupt):
+        cache.commit()
+    cache.clear()  # what an engine does then
+    cache.commit()
+    lease = cache.acquire(range(8))
+    cache.insert(lease, range(8), [0, 1])
+    cache.commit()
+    assert [tokens for _, tokens, _ in index.blocks.values()] == [(0, 1, 2, 3), (4, 5, 6, 7)]
