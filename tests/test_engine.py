@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from radixkv.cache.namespace import Salt
+from radixkv.cache.radix import RadixCache
 from radixkv.engine import Engine
 from radixkv.kv_manager import KVManager
 from radixkv.model.config import ModelConfig
@@ -469,3 +470,80 @@ def test_cancelled_coroutines_leave_the_others_alone(model):
         while engine.has_unfinished_requests:
             engine.step()
         assert engine.scheduler.manager.sizes.pinned == 0
+
+
+def test_a_part_belongs_to_one_owner(model):
+    """Block ids of one pool say nothing in another: what a second engine would serve, it never computed."""
+    cache = RadixCache(16)
+    engine = make_engine(model, cache)
+    manager, scheduler, runner = engine.scheduler.manager, engine.scheduler, engine.runner
+    with pytest.raises(ValueError, match="cache: expected one that nothing else uses, got the RadixCache of another"):
+        KVManager(cache, 64)
+    with pytest.raises(ValueError, match="manager: expected one that nothing else uses"):
+        Scheduler(manager)
+    with pytest.raises(ValueError, match="scheduler: expected one that nothing else uses"):
+        Engine(Runner(model, num_blocks=64, block_size=16, deterministic=True), scheduler)
+    with pytest.raises(ValueError, match="runner: expected one that nothing else uses"):
+        Engine(runner, Scheduler(KVManager(RadixCache(16), 64)))
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))  # all of it goes on working
+
+
+def test_a_cache_that_holds_blocks_of_another_pool_is_refused():
+    cache = RadixCache(4)
+    lease = cache.acquire(range(8))
+    cache.insert(lease, range(8), [0, 1])
+    cache.commit()
+    with pytest.raises(ValueError, match="cache: expected one that holds nothing, got 2 blocks of another pool"):
+        KVManager(cache, 64)
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size", "message"), [(63, 16, "num_blocks 64"), (64, 8, "block_size 16")])
+def test_a_pool_that_is_not_the_runners_is_refused(model, num_blocks, block_size, message):
+    runner = Runner(model, num_blocks=64, block_size=16, deterministic=True)
+    with pytest.raises(ValueError, match=f"scheduler: expected a pool with {message}, the runner's"):
+        Engine(runner, Scheduler(KVManager(RadixCache(block_size), num_blocks)))
+
+
+@pytest.mark.parametrize("option", [{"block_size": 16}, {"policy": "lru"}])
+def test_options_of_a_cache_beside_a_cache_are_refused(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}: expected None beside a cache of your own"):
+        Engine.from_pretrained("tiny_gpt", cache=RadixCache(4), **option)
+
+
+def test_a_detokenizer_that_fails_at_the_end_loses_no_other_abort(model):
+    engine = make_engine(model)
+    made, make = [], engine.tokenizer.detokenizer
+
+    class Broken:
+        def push(self, token_id):
+            return ""
+
+        def finish(self):
+            raise RuntimeError("planted")
+
+    engine.tokenizer.detokenizer = lambda: Broken() if not made.append(0) and len(made) == 1 else make()
+    names = [engine.add_request([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True)) for _ in range(3)]
+    kept = [engine.generation(name) for name in names]
+    engine.step()
+    for name in names:
+        engine.abort(name)
+    engine.step()
+    assert not engine.has_unfinished_requests and not engine.stepper.generations
+    outputs = [generation.output().outputs[0] for generation in kept]
+    assert [output.finish_reason for output in outputs] == ["abort"] * 3
+    assert "planted" in outputs[0].error and outputs[1].error is None
+
+
+def test_a_stop_whose_text_fails_is_an_error(model):
+    engine = make_engine(model)
+
+    class Broken:
+        def push(self, token_id):
+            return ""
+
+        def finish(self):
+            raise RuntimeError("planted")
+
+    engine.tokenizer.detokenizer = Broken
+    (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert output.outputs[0].finish_reason == "error" and "planted" in output.outputs[0].error

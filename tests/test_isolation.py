@@ -262,3 +262,24 @@ def test_a_foreign_tenants_prefix_does_not_show_in_the_time_to_first_token(cache
 
     assert num_faster("spy") >= 33  # the test has the power
     assert 7 < num_faster("victim") < 33
+
+
+def test_a_fork_whose_copy_failed_leaves_nothing_in_the_cache():
+    """Its last block was never written, though the tokens that belong there are known."""
+    engine = shadow_engine(RadixCache(16))
+    prompt = PROMPT[:44]  # two blocks, and twelve tokens that a fork copies
+    engine.runner.fails_once = None
+    many = engine.generation(engine.add_request(prompt, SamplingParams(max_tokens=3, n=3)))
+    copy = engine.runner.copy
+
+    def fails(copies):
+        if copies and many.has_started:
+            raise MemoryError("planted in a copy")
+        copy(copies)
+
+    engine.runner.copy = fails
+    engine.step()
+    assert [sample.finish_reason for sample in many.samples] == ["error"] * 3
+    engine.runner.copy = copy
+    engine.scheduler.manager.check()
+    assert hits(engine, None, [*prompt, 1, 2]) >= 32  # whatever is found was written: the shadow pool looks

@@ -257,3 +257,22 @@ def test_a_kept_prefix_goes_last_and_only_for_so_long():
     assert cache.peek(list(range(16))) == 0
     serve("kept", 0, keep_steps=10**6)
     assert len(cache.evict(10)) >= 8 and cache.peek(list(range(16))) == 0  # soft: where nothing else is left, it goes
+
+
+def test_prefixes_are_kept_as_far_as_the_pool_reaches():
+    """Steps without end take no memory without end: what would be let go first is kept no longer."""
+    scheduler = Scheduler(KVManager(RadixCache(4), 10), SchedulerConfig())
+    watches = []
+    watch = scheduler.manager.cache.watch
+    scheduler.manager.cache.watch = lambda *given, **options: watches.append(watch(*given, **options)) or watches[-1]
+    for i in range(50):
+        prompt, params = tuple(range(100 * i, 100 * i + 9)), SamplingParams(max_tokens=1)
+        scheduler.add(Request(str(i), prompt, params, keep_steps=10**9 - 3 * i))
+        scheduler.schedule()
+        (sequence,) = scheduler.batch
+        scheduler.commit()
+        scheduler.finish(sequence)
+        scheduler.manager.check()
+    kept = [watch for watch in watches if watch.rank is not None]
+    live = [i for i, watch in enumerate(kept) if watch.cursor is not None]
+    assert len(kept) == 50 and live == [0, 1, 2, 3]  # four times nine of forty tokens; the last to be let go stay
