@@ -61,9 +61,9 @@ def attention_forward(
     """Transformers' attention function.
 
     Args: query [batch, num_q_heads, q_len, head_dim]; key, value [batch, num_kv_heads, kv_len, head_dim], one dtype
-    (under autocast any, brought to autocast's); attention_mask [batch or 1, heads or 1, q_len or 1, kv_len], the same for
-    all heads: bool (True: seen) or added to the scores (0: seen, -65504 or less: not); None: causal as the module says,
-    over all keys. Returns (out [batch, q_len, num_q_heads, head_dim], None); rows that see no key are 0.
+    (under autocast any, brought to autocast's); attention_mask [batch or 1, heads or 1, q_len or 1, kv_len], the same
+    for all heads: bool (True: seen) or added to the scores (0: seen, -65504 or less: not); None: causal as the module
+    says, over all keys. Returns (out [batch, q_len, num_q_heads, head_dim], None); rows that see no key are 0.
 
     Raises UnsupportedImplementation for gradients, dropout, a position bias, and a mask that no run of keys describes.
     """
