@@ -95,11 +95,13 @@ def started(folder, how):
     )
 
 
-@pytest.mark.parametrize("how", ["at once", "in turn"])
+EACH = ("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL", "SIGTERM to the group", "SIGHUP to the group")
+
+
 @pytest.mark.parametrize(
-    "name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGKILL", "SIGTERM to the group", "SIGHUP to the group"]
+    ("name", "how"), [(name, "at once") for name in EACH] + [("SIGTERM", "in turn"), ("SIGHUP", "in turn")]
 )
-def test_a_run_that_is_stopped_leaves_no_process_and_goes_on_where_it_was(tmp_path, how, name):
+def test_a_run_that_is_stopped_leaves_no_process_and_goes_on_where_it_was(tmp_path, name, how):
     process = started(tmp_path, how)
     last = 3 if how == "at once" else 2
     try:

@@ -46,6 +46,12 @@ def masks(draw):
         padding, side = draw(st.integers(0, n)), draw(st.sampled_from(("left", "right", "none")))
         if side != "none":
             mask = mask & (t >= padding if side == "left" else t < n - padding)
+        if draw(st.integers(0, 7)) == 0:  # a hole in the prompt
+            mask = mask & (t != draw(st.integers(0, n - 1)))
+        if draw(st.integers(0, 3)) == 0:  # anything that has no gap, in steps that are regular now and then
+            step = st.sampled_from((0, 0, 0, 1, 1, 1, -1, 4))
+            lo, hi = (torch.tensor([0, *(draw(step) for _ in range(n - 1))]).cumsum(0)[:, None] for _ in range(2))
+            mask = (t >= lo) & (t < hi + draw(st.integers(0, 3)))
         rows.append(mask)
     mask = torch.stack(rows)[:, None]
     mask = mask[:, :, n - draw(st.integers(1, n)) :]
@@ -88,7 +94,7 @@ def has_gap(mask):
     return any(keys and keys[-1] - keys[0] + 1 != len(keys) for keys in seen)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(masks(), st.sampled_from(sorted(FORMS)), st.booleans())
 @torch.no_grad()
 def test_any_mask_is_exact_or_refused(mask, form, with_sinks):
@@ -117,6 +123,17 @@ def test_one_mask_for_the_batch_and_for_all_queries():
     got, _ = attention_forward(MODULE, query, key, value, mask)
     want, bound = plain(query, key, value, mask.expand(3, 1, 5, 7))
     assert float((got - want).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("blind", [1, 2, 5])
+@torch.no_grad()
+def test_queries_before_the_first_key(blind):
+    """They see nothing, and the first that sees a key sees key 0: no step tells the two apart."""
+    query, key, value = states(2, 5, 5)
+    mask = torch.ones(5, 5).tril(-blind).bool().expand(2, 1, 5, 5)
+    got, _ = attention_forward(MODULE, query, key, value, mask)
+    want, bound = plain(query, key, value, mask)
+    assert float((got - want).abs().max()) <= bound and not got[:, :blind].any()
 
 
 @torch.no_grad()

@@ -36,12 +36,11 @@ def merge_kernel(
         m = tl.load(lse_ptrs, mask=head_mask, other=float("-inf"))
         rows = index * stride_outs_state + token * stride_outs_token + heads * stride_outs_head
         # An empty state is not read: its out may hold anything.
-        some = m != float("-inf")
-        here = mask & some[:, None]
+        here = mask & (m > float("-inf"))[:, None]
         acc = tl.load(outs_ptr + rows[:, None] + (offs_v * stride_outs_dim)[None, :], mask=here, other=0.0)
-        l = tl.where(some, 1.0, 0.0)
+        l = tl.where(m > float("-inf"), 1.0, 0.0)
         m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc.to(tl.float32), LOG2E)
-    # A NaN counts as seen: a maximum may drop it, the sum keeps it.
+    # A NaN counts as seen: the maximum drops it, the sum has it from the weights.
     total = tl.where(l_all != 0.0, l_all, 1.0)
     out_rows = token * stride_out_token + heads * stride_out_head
     out_ptrs = out_ptr + out_rows[:, None] + (offs_v * stride_out_dim)[None, :]
