@@ -19,7 +19,7 @@ from experiments.lab import find_result, read_result
 from experiments.report import write_report
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 240
+LIMIT_S = 120
 SCRIPT = """
 import os, signal, sys, time
 from dataclasses import dataclass
