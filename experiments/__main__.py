@@ -9,7 +9,6 @@ python -m experiments --report              runs what has no results yet, and wr
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from rich.text import Text
 from experiments import harness
 from experiments.catalog import ENTRIES, find
 from experiments.harness import console, fail
-from experiments.lab import INTERRUPTED
+from experiments.lab import INTERRUPTED, find_result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,8 +64,14 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool, again: bool) -> Non
     """
     failed = []
     for number, entry in enumerate(ENTRIES, 1):
-        if entry.name not in names or (not again and (out / f"{entry.name}.json").exists()):
+        if entry.name not in names:
             continue
+        if not again:
+            found = find_result(entry.name, out, entry.load)
+            if isinstance(found, str):
+                console.print(f"{found}; it is run anew", style="red", markup=False, highlight=False)
+            elif found is not None:
+                continue
         console.rule(f"{number} of {len(ENTRIES)}: {entry.name}", align="left")
         started, worked = time.perf_counter(), cpu_s()
         harness.is_smoke = False  # the one before may have been one
@@ -74,7 +79,7 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool, again: bool) -> Non
         try:
             entry.load().main([*options, "--out", str(out)])
         except SystemExit as error:
-            if error.code == INTERRUPTED:
+            if error.code in INTERRUPTED:
                 raise
             failed.append(entry.name)
         except Exception as error:
@@ -99,14 +104,11 @@ def list_all(out: Path) -> None:
             console.print(f"\n{part}", style="bold")
         console.print(f"  {entry.name}", style="cyan", end="")
         console.print(f"  {entry.question}  [{_minutes(entry.seconds)}]", highlight=False, markup=False)
-        path = out / f"{entry.name}.json"
-        if path.exists():
-            try:
-                data = json.loads(path.read_text())
-                age = datetime.now(UTC) - datetime.fromisoformat(data["environment"]["time_utc"])
-                found = f"{_ago(age.total_seconds())}: {entry.load().answer(data)}"
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                found = f"{path} is no result of this version: {type(error).__name__}: {error}"
+        found = find_result(entry.name, out, entry.load)
+        if isinstance(found, dict):
+            ended = datetime.fromisoformat(found["environment"]["time_utc"])
+            found = f"{_ago((datetime.now(UTC) - ended.astimezone()).total_seconds())}: {entry.load().answer(found)}"
+        if found is not None:
             console.print(Padding(Text(found, style="dim"), (0, 0, 0, 6)))
     console.print("\npython -m experiments NAME runs one, NAME --help tells its options; --smoke is the smallest size")
 

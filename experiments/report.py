@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -15,8 +15,11 @@ from typing import Any
 
 from experiments.catalog import ENTRIES, Entry, find
 from experiments.harness import Cells, recorded_tables
+from experiments.lab import NOT_A_RESULT, Data, find_result
 from experiments.plots import dark_plots
-from experiments.summary import buys, costs, workloads
+from experiments.summary import Results, buys, costs, workloads
+
+Found = Mapping[str, Data | str | None]  # by experiment: its result, or why its file holds none, or no file
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --paper: #fff; --faint: #5d667a; --line: #d9dde6; --panel: #f5f7fa;
@@ -48,14 +51,16 @@ _MANY = 4  # notes below one
 def write_report(out: Path) -> Path:
     """Writes out/report.html: one file that asks for nothing else. Returns its path.
 
-    What has no JSON in `out` is listed as not run. Cost: two plots an experiment.
+    What has no JSON in `out` is listed as not run; a damaged JSON, or one of another version, as no result, with the
+    reason. Cost: two plots an experiment.
     """
     path = out / "report.html"
-    parts = [*_head(), *_summary(out), *_navigation(out)]
+    found = {entry.name: find_result(entry.name, out, entry.load) for entry in ENTRIES}
+    parts = [*_head(), *_summary(found), *_navigation(found)]
     for part, entries in groupby(ENTRIES, key=lambda entry: entry.part):
         parts.append(f"<h2>{escape(part)}</h2>")
         for entry in entries:
-            parts += _experiment(entry, out)
+            parts += _experiment(entry, out, found[entry.name])
     parts.append("</main></body></html>\n")
     path.write_text("\n".join(parts), encoding="utf-8")
     return path
@@ -71,16 +76,13 @@ def _head() -> Iterator[str]:
     yield "<main>"
 
 
-def _summary(out: Path) -> Iterator[str]:
+def _summary(found: Found) -> Iterator[str]:
     """What radix buys over the flat hash, over which workloads, at what price; then the answers of all that was run."""
-    results = {entry.name: data for entry in ENTRIES if (data := _data(entry, out)) is not None}
+    results = {name: data for name, data in found.items() if isinstance(data, dict)}
     yield '<section class="summary" id="summary"><h2>In short</h2>'
-    for heading, sentences in (("What it buys over the flat hash", buys(results)), ("At what price", costs(results))):
-        if told := list(sentences):
-            yield f"<h3>{heading}</h3>" + "".join(f"<p>{escape(sentence)}</p>" for sentence in told)
-        if heading.startswith("What") and (table := workloads(results)):
-            yield "<h3>Over which workloads</h3>"
-            yield from _table(table)
+    yield from _told("What it buys over the flat hash", _paragraphs(buys, results))
+    yield from _told("Over which workloads", lambda: _table(table) if (table := workloads(results)) else ())
+    yield from _told("At what price", _paragraphs(costs, results))
     yield "<h3>Every answer</h3><ul>"
     for name, data in results.items():
         entry = find(name)
@@ -89,26 +91,49 @@ def _summary(out: Path) -> Iterator[str]:
     yield "</ul></section>"
 
 
-def _navigation(out: Path) -> Iterator[str]:
+def _paragraphs(sentences: Callable[[Results], Iterator[str]], results: Results) -> Callable[[], Iterable[str]]:
+    return lambda: (f"<p>{escape(sentence)}</p>" for sentence in sentences(results))
+
+
+def _told(heading: str, parts: Callable[[], Iterable[str]]) -> Iterator[str]:
+    """A heading and what stands below it; nothing where that is nothing."""
+    try:
+        told = list(parts())
+    except NOT_A_RESULT as error:
+        told = [f'<p class="faint">Not to be told of these results: {escape(f"{type(error).__name__}: {error}")}</p>']
+    if told:
+        yield f"<h3>{heading}</h3>"
+        yield from told
+
+
+def _navigation(found: Found) -> Iterator[str]:
     yield '<nav aria-label="Experiments"><h2>Experiments</h2><ul>'
     for entry in ENTRIES:
-        missing = "" if _data(entry, out) is not None else ' <span class="faint">(not run)</span>'
+        data = found[entry.name]
+        why = "" if isinstance(data, dict) else "(not run)" if data is None else "(no result of this version)"
+        missing = why and f' <span class="faint">{why}</span>'
         yield f'<li><a href="#{entry.name}">{entry.name}</a>{missing}</li>'
     yield "</ul></nav>"
 
 
-def _experiment(entry: Entry, out: Path) -> Iterator[str]:
-    data = _data(entry, out)
+def _experiment(entry: Entry, out: Path, data: Data | str | None) -> Iterator[str]:
     yield f'<section id="{entry.name}"><h3>{escape(entry.question)}</h3>'
+    if isinstance(data, str):
+        yield f'<p class="faint">{escape(data)}. Anew: <code>{escape(entry.command)}</code></p></section>'
+        return
     if data is None:
         yield f'<p class="faint">Not run here: <code>{escape(entry.command)}</code></p></section>'
         return
     module = entry.load()
     answer = module.answer(data)
     yield f'<p class="answer">{escape(answer)}</p>'
-    light, dark = _pictures(entry, out, module)
-    yield f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-    yield f'<img src="{light}" alt="{escape(f"{entry.name}: {answer}")}"></picture>'
+    try:
+        light, dark = _pictures(entry, out, module)
+    except NOT_A_RESULT as error:
+        yield f'<p class="faint">No picture of this result: {escape(f"{type(error).__name__}: {error}")}</p>'
+    else:
+        yield f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        yield f'<img src="{light}" alt="{escape(f"{entry.name}: {answer}")}"></picture>'
     with recorded_tables() as tables:
         module.show(data)
     for table in tables:
@@ -159,11 +184,6 @@ def _table(table: Cells) -> Iterator[str]:
         yield f"<details><summary>In words</summary>{lines}</details>" if len(notes) > _MANY else lines
     if is_long:
         yield "</details>"
-
-
-def _data(entry: Entry, out: Path) -> dict[str, Any] | None:
-    path = out / f"{entry.name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _pictures(entry: Entry, out: Path, module: Any) -> tuple[str, str]:

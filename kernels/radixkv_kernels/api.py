@@ -56,7 +56,8 @@ def paged_attention(
         cu_seqlens_q: [num_seqs + 1] int32; sequence s has rows [cu_seqlens_q[s], cu_seqlens_q[s + 1]). Rows of q
             after the last are padding: what the output holds for them is not defined.
         block_table: [num_seqs, max_blocks] int32; ids of blocks that no row sees may be anything.
-        seq_lens: [num_seqs] int32, this call's tokens included; 0 for a padding row.
+        seq_lens: [num_seqs] int32, this call's tokens included; 0 for a padding row. With fewer keys than queries the
+            first queries come before the first key, and see none where causal.
         kv_indptr, kv_indices, last_block_len: [num_seqs + 1], [n], [num_seqs] int32; instead of the two above.
         scale: of the scores; None: head_dim ** -0.5.
         causal: row i of q_len sees keys up to seq_len - q_len + i; False: all keys.
@@ -75,7 +76,7 @@ def paged_attention(
         validate: check lengths and ids too; None: where they are on the CPU. On a GPU True synchronises.
 
     Returns:
-        out, or (out, lse) with lse [num_tokens, num_q_heads] float32. A row that sees no key: 0 and -inf.
+        out, or (out, lse) with lse [num_tokens, num_q_heads] float32. A row that sees no key: 0 and -inf, sinks or not.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -271,8 +272,8 @@ def merge_states(
     Args:
         outs: [num_states, num_tokens, num_heads, v_head_dim] float32, float16 or bfloat16, or a sequence of num_states
             tensors (which costs a copy). Each is a softmax over its own part.
-        lses: [num_states, num_tokens, num_heads] float32, natural log, or a sequence. -inf: an empty part, the exact
-            identity whatever its out holds.
+        lses: [num_states, num_tokens, num_heads] float32, natural log, or a sequence. -inf, or +inf as flash-attn 2
+            has it: an empty part, the exact identity whatever its out holds. NaN: the result is NaN there.
         out: [num_tokens, num_heads, v_head_dim] outs' dtype; None: allocated.
         implementation: as for `paged_attention`.
 
@@ -291,5 +292,6 @@ def merge_states(
         checks.check_tensor("out", out, (num_tokens, num_heads, v_head_dim), (outs.dtype,), device)
         checks.check_written("out", out)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)
+    lses = lses.masked_fill(lses == torch.inf, -torch.inf)
     select_implementation(implementation, device).merge_states(outs, lses, out, lse)
     return out, lse

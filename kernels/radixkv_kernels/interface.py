@@ -25,7 +25,7 @@ An implementation is a module (`reference`, `torch_impl`, `triton_impl`) with se
     merge_states(outs, lses, out, lse) -> None
         outs [num_states, num_tokens, num_heads, v_head_dim], lses [num_states, num_tokens, num_heads] float32; the
         left fold over states of the merge formula, in float32. A state with lse -inf is the identity, whatever its out
-        holds (NaN included). `lse` may be None.
+        holds (NaN included); with lse NaN the result is NaN, out and lse; lse is never +inf. `lse` may be None.
 
 Nothing else is validated again: shapes, dtypes, devices and, on the CPU, contents have been checked.
 
@@ -39,9 +39,10 @@ p = seq_lens[s] - q_len[s] + i and sees key t where 0 <= t < seq_lens[s], t <= p
     lse = log(sum_t exp(x_t)  (+ exp(sinks[g])))   natural log, the sink included
     out = v_scale[h] * sum_t exp(x_t - lse) v[t, h]
 
-A row that sees no key has out 0 and lse -inf, sinks or not. Rows of q from cu_seqlens_q[-1] on belong to no sequence:
-their out and lse are not written. Slots that no row sees may hold anything (NaN included), and block ids of blocks that
-no row of the sequence sees may be anything (-1, stale): don't dereference them.
+A row that sees no key has out 0 and lse -inf, sinks or not; where causal, rows with p < 0 are such rows. Rows of q from
+cu_seqlens_q[-1] on belong to no sequence: their out and lse are not written. Slots that no row sees may hold anything
+(NaN included), and block ids of blocks that no row of the sequence sees may be anything (-1, stale): don't dereference
+them.
 
 The sum over t follows the cell rule: cells of a fixed number of tokens from position 0, runs of a fixed number of
 cells, a run is the left fold of its cells, the result the left fold of its runs, with one merge formula, an empty state

@@ -1,4 +1,4 @@
-"""Faults to plant, each with the tests that are to notice. A `find` stands exactly once in all of radixkv/."""
+"""Faults to plant, each with the tests that are to notice. A `find` stands exactly once in all packages."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,9 @@ READERS = ("tests/workloads/test_keys.py",)
 ORDER = ("tests/workloads/test_order.py",)
 MEDIA = ("tests/workloads/test_media.py",)
 EMPTY = ("tests/workloads/test_empty_prompts.py",)
+MASKS = ("tests/kernels/test_transformers_masks.py",)
+UNSEEN = ("tests/kernels/test_unseen.py",)
+INTERRUPTIONS = ("tests/experiments/test_interruptions.py",)
 
 
 class Fault(NamedTuple):
@@ -240,8 +243,8 @@ FAULTS = [
     ),
     Fault(
         "a subscriber that fails is told nothing anew",
-        "        self._events.catch_up()\n\n    def withdraw",
-        "\n    def withdraw",
+        "        fresh.clear()\n        self._moved.clear()\n        self._events.catch_up()\n",
+        "        fresh.clear()\n        self._moved.clear()\n",
         ("tests/cache/test_events.py", "-k", "disturbs"),
     ),
     Fault(
@@ -369,5 +372,146 @@ FAULTS = [
         "if request.namespace is None:\n        return request.prompt",
         "if True:\n        return request.prompt",
         ("tests/experiments/test_compare.py", "-k", "model"),
+    ),
+    # ---- the kernels' calls, and who calls them
+    Fault(
+        "masks: a gap is computed over",
+        '        raise UnsupportedImplementation(\n            "attention_mask: expected no gap',
+        '        print(\n            "attention_mask: expected no gap',
+        MASKS,
+    ),
+    Fault(
+        "masks: a bias is taken for a hidden key",
+        "    if not bool((seen | (mask <= _HIDDEN)).all()):",
+        "    if False:",
+        MASKS,
+    ),
+    Fault("masks: heads that differ", "    if mask.shape[1] > 1 and not", "    if False and not", MASKS),
+    Fault(
+        "masks: a bidirectional block goes on as causal rows",
+        "goes_on = (step_hi[:, 1:] == step_hi[:, :-1]) & ",
+        "goes_on = (step_hi[:, 1:] <= 1) & ",
+        MASKS,
+    ),
+    Fault(
+        "masks: a window that shrinks goes on",
+        " & (step_lo[:, 1:] >= step_lo[:, :-1])",
+        "",
+        MASKS,
+    ),
+    Fault(
+        "masks: rows that see nothing are joined",
+        "    regular = seen[:, 1:] & seen[:, :-1]\n",
+        "    regular = torch.ones_like(seen[:, 1:])\n",
+        MASKS,
+    ),
+    Fault(
+        "masks: a window is the first row's",
+        "window = (end - lo[last]).masked_fill(",
+        "window = (hi[first] - lo[first]).masked_fill(",
+        MASKS,
+    ),
+    Fault(
+        "masks: without one, a chunk is placed by a guess",
+        "    if causal and q_len != kv_len:\n",
+        "    if False:\n",
+        MASKS,
+    ),
+    Fault(
+        "autocast: the tensors come as they are",
+        "        query, key, value = (x.to(dtype) for x in (query, key, value))\n",
+        "        pass\n",
+        ("tests/kernels/test_transformers.py", "-k", "autocast"),
+    ),
+    Fault(
+        "sinks are left out beside transformers",
+        "            sinks=s_aux,\n",
+        "",
+        ("tests/kernels/test_transformers.py", "-k", "gpt_oss"),
+    ),
+    Fault(
+        "a row before the first key sees it",
+        "            hi = np.clip(position + 1, 0, hi)\n",
+        "            hi = np.clip(position + 1, 1, hi)\n",
+        UNSEEN,
+    ),
+    Fault(
+        "Triton: a row before the first key sees it",
+        "        end = tl.minimum(position + 1, seq_len)\n",
+        "        end = tl.minimum(tl.maximum(position + 1, 1), seq_len)\n",
+        UNSEEN,
+    ),
+    Fault(
+        "a sink is seen where no key is",
+        ".masked_fill(~seen, 0.0))\n            self.acc.mul_(keep[..., None])",
+        ")\n            seen = seen | True\n            self.acc.mul_(keep[..., None])",
+        UNSEEN,
+    ),
+    Fault(
+        "+inf is no empty part",
+        "    lses = lses.masked_fill(lses == torch.inf, -torch.inf)\n",
+        "",
+        UNSEEN,
+    ),
+    Fault(
+        "a merge of NaN is empty",
+        "        seen = self.total != 0  # NaN is seen too\n",
+        "        seen = self.total > 0\n",
+        UNSEEN,
+    ),
+    Fault(
+        "a first state of NaN gives what its out holds",
+        ".masked_fill(lses[0].isnan()[..., None], torch.nan)",
+        "",
+        UNSEEN,
+    ),
+    # ---- experiments
+    Fault(
+        "workers outlive their parent",
+        "    threading.Thread(target=_end_with_parent, daemon=True).start()\n",
+        "",
+        INTERRUPTIONS,
+    ),
+    Fault(
+        "SIGTERM is no interruption",
+        'for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr',
+        'for name in ("SIGINT", "SIGHUP") if hasattr',
+        INTERRUPTIONS,
+    ),
+    Fault(
+        "workers are left where a run is stopped",
+        "                process.kill()\n                process.join()\n",
+        "                pass\n",
+        INTERRUPTIONS,
+    ),
+    Fault(
+        "a second signal disturbs the end",
+        "        if not came:\n",
+        "        if True:\n",
+        (*INTERRUPTIONS, "-k", "signals_are"),
+    ),
+    Fault(
+        "what is ignored under nohup is not",
+        "taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]",
+        "taken = list(before)",
+        (*INTERRUPTIONS, "-k", "signals_are"),
+    ),
+    Fault(
+        "a damaged result counts as one",
+        "            elif found is not None:\n                continue\n",
+        "            if found is not None:\n                continue\n",
+        (*INTERRUPTIONS, "-k", "runs_anew"),
+    ),
+    Fault(
+        "a result is not asked for its rows",
+        "        with recorded_tables():\n            experiment.show(data)\n        experiment.answer(data)\n",
+        "",
+        (*INTERRUPTIONS, "-k", "damaged"),
+    ),
+    Fault(
+        "damaged rows of an interrupted run are taken",
+        'for cell, rows in found["cells"].items() if isinstance(rows, list)}',
+        'for cell, rows in found["cells"].items()}',
+        (*INTERRUPTIONS, "-k", "damaged_part"),
     ),
 ]

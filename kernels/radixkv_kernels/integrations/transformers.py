@@ -1,8 +1,9 @@
 """Hugging Face transformers: `register()`, then `attn_implementation="radixkv"`.
 
 The mask function is part of it: without one, transformers hands every attention function `attention_mask=None`, padded
-batches included. Ours returns, instead of a mask, the interval of keys that each query sees, [batch, q_len, 2] int64,
-and refuses masks that are not causal, windowed or full attention over real tokens in one piece.
+batches included. Ours is transformers' own boolean mask, never left out. What a mask means is read off the mask alone:
+any in which the keys that a query sees have no gap is exact (causal, windows, padding on either side, packed sequences,
+chunks, bidirectional blocks as in Gemma 3 and PaliGemma, caches with free room behind); any other is refused.
 
 The model's own KV cache is read in place, as blocks; sequences start at their first real token, so a row of a padded
 batch has the bits it has alone. Forward only.
@@ -11,6 +12,7 @@ batch has the bits it has alone. Forward only.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from ..api import paged_attention
 from ..errors import UnsupportedImplementation
 
 NAME = "radixkv"
+_HIDDEN = torch.finfo(torch.float16).min
+"""What an additive mask has, or less, where a key is hidden: exp(x + this) is 0 in float32 beside any other key."""
 
 
 def register(name: str = NAME) -> None:
@@ -27,33 +31,20 @@ def register(name: str = NAME) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, visible_intervals)
+    AttentionMaskInterface.register(name, whole_mask)
 
 
-def visible_intervals(*args: Any, **kwargs: Any) -> Tensor:
-    """Transformers' mask function: same arguments as its `sdpa_mask`; returns [batch, q_len, 2] int64, keys [lo, hi).
-
-    Raises UnsupportedImplementation where a query sees keys with a gap between. O(batch * q_len * kv_len).
-    """
+def whole_mask(*args: Any, **kwargs: Any) -> Tensor:
+    """Transformers' mask function: `sdpa_mask`, [batch, 1, q_len, kv_len] bool, which it may leave out nowhere."""
     from transformers.masking_utils import sdpa_mask
 
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    full = sdpa_mask(*args, **kwargs)
-    assert full is not None, "neither way of leaving the mask out was allowed"
-    mask = full[:, 0]  # [batch, q_len, kv_len]
-    count = mask.sum(-1)
-    lo = mask.int().argmax(-1)
-    if not bool((count == _last(mask) - lo).all()):
-        raise UnsupportedImplementation("attention_mask: the keys that a query sees must have no gap")
-    return torch.stack((lo, lo + count), -1)
+    mask = sdpa_mask(*args, **kwargs)
+    assert mask is not None, "neither way of leaving the mask out was allowed"
+    return mask
 
 
-def _last(mask: Tensor) -> Tensor:
-    """One past the last True of each row, the first one's index if there is none (so that the count agrees)."""
-    kv_len = mask.shape[-1]
-    return torch.where(mask.any(-1), kv_len - mask.flip(-1).int().argmax(-1), 0)
-
-
+@torch.compiler.disable
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -69,79 +60,162 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function.
 
-    Args: query [batch, num_q_heads, q_len, head_dim]; key, value [batch, num_kv_heads, kv_len, head_dim];
-    attention_mask as `visible_intervals` returns it, or None (all keys real; causal as the module says). Returns
-    (out [batch, q_len, num_q_heads, head_dim], None); rows of padding are 0.
+    Args: query [batch, num_q_heads, q_len, head_dim]; key, value [batch, num_kv_heads, kv_len, head_dim], one dtype
+    (under autocast any, brought to autocast's); attention_mask [batch or 1, heads or 1, q_len or 1, kv_len], the same
+    for all heads: bool (True: seen) or added to the scores (0: seen, -65504 or less: not); None: causal as the module
+    says, over all keys. Returns (out [batch, q_len, num_q_heads, head_dim], None); rows that see no key are 0.
+
+    Raises UnsupportedImplementation for gradients, dropout, a position bias, and a mask that no run of keys describes.
     """
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
         raise UnsupportedImplementation("radixkv attention is forward only: use torch.no_grad() and eval()")
     for name in ("position_bias", "output_attentions"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise UnsupportedImplementation(f"{name}: not built")
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    batch, _, q_len, _ = query.shape
-    kv_len = key.shape[2]
+            raise UnsupportedImplementation(f"{name}: not built, use attn_implementation='eager'")
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    for name, states in (("key", key), ("value", value)):
+        if states.dtype != query.dtype:
+            raise ValueError(f"{name}: expected query's dtype {query.dtype}, got {states.dtype}")
+    batch, num_q_heads, q_len, _ = query.shape
+    num_kv_heads, kv_len = key.shape[1:3]
     if attention_mask is None:
-        hi = torch.arange(q_len) + kv_len - q_len + 1 if causal else torch.full((q_len,), kv_len)
-        attention_mask = torch.stack((torch.zeros_like(hi), hi), -1).expand(batch, -1, -1)
-    elif attention_mask.dtype != torch.int64 or tuple(attention_mask.shape) != (batch, q_len, 2):
-        raise UnsupportedImplementation(
-            f"attention_mask: expected what register()'s mask function makes, got {attention_mask.dtype} "
-            f"{list(attention_mask.shape)}"
-        )
-    real, starts, lens, window = _sequences(attention_mask.cpu(), bool(causal))
-    block_size = math.gcd(kv_len, 256, *starts.tolist())
-    counts = -(-lens // block_size)
-    num_kv_heads = key.shape[1]
-    first = torch.arange(batch) * (num_kv_heads * kv_len // block_size) + starts // block_size
-    indices = torch.cat([torch.arange(n) + f for f, n in zip(first.tolist(), counts.tolist(), strict=True)])
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        lo, hi = _without_mask(batch, q_len, kv_len, bool(causal))
+    else:
+        lo, hi = (x.cpu() for x in _intervals(_as_bool(attention_mask), batch, q_len, kv_len))
     device = query.device
-    real_rows = real.to(device)
-    out = query.new_zeros(batch, q_len, query.shape[1], value.shape[3])
-    result = paged_attention(
-        query.transpose(1, 2)[real_rows],
-        _as_blocks(key, block_size),
-        _as_blocks(value, block_size),
-        cu_seqlens_q=_indptr(real.sum(1)).to(device),
-        kv_indptr=_indptr(counts).to(device),
-        kv_indices=indices.to(device, torch.int32),
-        last_block_len=torch.where(lens > 0, (lens - 1) % block_size + 1, 0).to(device, torch.int32),
-        scale=scaling,
-        causal=bool(causal),
-        window=window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    assert isinstance(result, Tensor)
-    out[real_rows] = result
+    out = query.new_zeros(batch, q_len, num_q_heads, value.shape[3])
+    rows_of_q = query.transpose(1, 2)
+    segments = _segments(lo, hi)
+    block_size = math.gcd(kv_len, 256, *segments.start.unique().tolist())
+    caches = _as_blocks(key, block_size), _as_blocks(value, block_size)
+    blocks_a_row = num_kv_heads * kv_len // block_size
+    for causal, window, of, rows in segments.by_call():
+        lens = segments.end[of] - segments.start[of]
+        counts = -(-lens // block_size)
+        first = segments.batch_row[of] * blocks_a_row + segments.start[of] // block_size
+        indptr = _indptr(counts)
+        # block i of all is the (i - indptr[s])-th of its segment s
+        indices = torch.arange(int(indptr[-1])) + (first - indptr[:-1]).repeat_interleave(counts)
+        on_device = rows.to(device)
+        result = paged_attention(
+            rows_of_q[on_device],
+            *caches,
+            cu_seqlens_q=_indptr(segments.num_rows[of]).to(device),
+            kv_indptr=indptr.to(device),
+            kv_indices=indices.to(device, torch.int32),
+            last_block_len=((lens - 1) % block_size + 1).to(device, torch.int32),
+            scale=scaling,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        assert isinstance(result, Tensor)
+        out[on_device] = result
     return out, None
 
 
-def _sequences(bounds: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor, int | None]:
-    """Each row's real queries [batch, q_len] bool, first real key and number of keys [batch], and the window.
+def _without_mask(batch: int, q_len: int, kv_len: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """What queries see where the model gives no mask."""
+    causal = causal and q_len > 1
+    if causal and q_len != kv_len:
+        raise UnsupportedImplementation(
+            f"attention_mask: expected a mask for {q_len} causal queries over {kv_len} keys, got None, which does not "
+            "say where they stand (continuous batching is not built)"
+        )
+    hi = torch.arange(1, q_len + 1) if causal else torch.full((q_len,), kv_len)
+    return torch.zeros(batch, q_len, dtype=torch.int64), hi.expand(batch, -1)
 
-    Of a right-padded row, the queries behind the last real one see no new key: they are not real.
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """A mask that is added to the scores -> True where a key is seen."""
+    if mask.dtype == torch.bool or not mask.is_floating_point():
+        return mask
+    seen = mask == 0
+    if not bool((seen | (mask <= _HIDDEN)).all()):
+        raise UnsupportedImplementation(
+            f"attention_mask: expected 0 and {_HIDDEN:.0f} or less in a mask that is added, got other numbers: a bias "
+            "of the scores is not built, use attn_implementation='eager'"
+        )
+    return seen
+
+
+def _intervals(mask: Tensor, batch: int, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
+    """(lo, hi) [batch, q_len] int64: each query sees keys [lo, hi), hi == lo for none. O(batch * q_len * kv_len)."""
+    wanted = (batch, None, q_len, kv_len)
+    fits = mask.dtype == torch.bool and mask.dim() == 4
+    fits = fits and all(want is None or have in (1, want) for want, have in zip(wanted, mask.shape, strict=True))
+    if not fits or mask.shape[3] != kv_len:
+        raise UnsupportedImplementation(
+            f"attention_mask: expected bool or float [{batch}, 1, {q_len}, {kv_len}], got {mask.dtype} "
+            f"{list(mask.shape)}"
+        )
+    if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
+        raise UnsupportedImplementation("attention_mask: expected the same for all heads, got masks that differ")
+    mask = mask[:, 0]
+    count = mask.sum(-1)
+    as_numbers = mask.to(torch.uint8)
+    lo = as_numbers.argmax(-1)
+    last = kv_len - as_numbers.flip(-1).argmax(-1)
+    if not bool(((count == 0) | (count == last - lo)).all()):
+        raise UnsupportedImplementation(
+            "attention_mask: expected no gap in the keys that a query sees, got one: use attn_implementation='sdpa'"
+        )
+    return lo.expand(batch, q_len), (lo + count).expand(batch, q_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """Queries that follow one another in a batch row and see keys of [start, end) by one rule; [num_segments] each."""
+
+    of_query: Tensor
+    """[batch, q_len] int64: each query's segment, -1 where it sees no key."""
+    batch_row: Tensor
+    num_rows: Tensor
+    start: Tensor
+    end: Tensor
+    causal: Tensor
+    """Whether each query sees one key more than the one before; else all see the same last key."""
+    window: Tensor
+    """As of `paged_attention`; 0: none."""
+
+    def by_call(self) -> list[tuple[bool, int | None, Tensor, Tensor]]:
+        """(causal, window, segments [n], their queries [batch, q_len] bool): what one call can compute, in order."""
+        calls = []
+        for causal, window in torch.stack((self.causal.long(), self.window), 1).unique(dim=0).tolist():
+            chosen = (self.causal == bool(causal)) & (self.window == window)
+            rows = torch.cat((chosen, chosen.new_zeros(1)))[self.of_query]  # -1 is the one behind the last
+            calls.append((bool(causal), window or None, chosen.nonzero()[:, 0], rows))
+        return calls
+
+
+def _segments(lo: Tensor, hi: Tensor) -> _Segments:
+    """Cuts [batch, q_len] intervals into the longest segments; a query that no neighbour is like is one of its own.
+
+    Inside of a segment `hi` grows by one or stands, and `lo` stands and then grows by one: a window that was wide
+    enough, and then is not.
     """
-    lo, hi = bounds.unbind(-1)
     seen = hi > lo
-    before = torch.cat((torch.zeros_like(hi[:, :1]), hi.cummax(1).values[:, :-1]), 1)
-    real = seen & (hi > before) if causal else seen
-    first_real = real & (real.cumsum(1) == 1)
-    same_end = (hi == before + 1) if causal else (hi == hi.max(1, keepdim=True).values)
-    if not bool((same_end | first_real | ~real).all()):
-        raise UnsupportedImplementation("attention_mask: only causal, windowed and full attention")
-    big = torch.iinfo(torch.int64).max
-    starts = lo.masked_fill(~real, big).min(1).values
-    starts = torch.where(real.any(1), starts, 0)
-    lens = hi.masked_fill(~real, 0).max(1).values - starts
-    bound = real & (lo > starts[:, None])
-    width = hi - lo
-    if not bool(bound.any()):
-        return real, starts, lens, None
-    window = int(width[bound][0])
-    if not causal or not bool((width[bound] == window).all()) or int(width[real].max()) > window:
-        raise UnsupportedImplementation("attention_mask: a window must be the same for all queries, and causal")
-    return real, starts, lens, window
+    step_lo, step_hi = lo.diff(dim=1), hi.diff(dim=1)
+    regular = seen[:, 1:] & seen[:, :-1]
+    for step in (step_lo, step_hi):
+        regular = regular & ((step == 0) | (step == 1))
+    goes_on = (step_hi[:, 1:] == step_hi[:, :-1]) & (step_lo[:, 1:] >= step_lo[:, :-1])
+    joins = regular.clone()
+    joins[:, 1:] &= ~regular[:, :-1] | goes_on
+    begins, ends = seen.clone(), seen.clone()
+    begins[:, 1:] &= ~joins
+    ends[:, :-1] &= ~joins
+    first, last = begins.nonzero().unbind(1), ends.nonzero().unbind(1)
+    of_query = (begins.flatten().cumsum(0).view(seen.shape) - 1).masked_fill(~seen, -1)
+    num_rows = last[1] - first[1] + 1
+    start, end = lo[first], hi[last]
+    causal = (num_rows == 1) | (end > hi[first])
+    window = (end - lo[last]).masked_fill(lo[last] == start, 0)
+    return _Segments(of_query, first[0], num_rows, start, end, causal, window)
 
 
 def _as_blocks(states: Tensor, block_size: int) -> Tensor:

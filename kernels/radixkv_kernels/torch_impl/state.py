@@ -38,7 +38,7 @@ class State:
     @staticmethod
     def first(lse: Tensor, out: Tensor) -> State:
         """The empty state with one cell folded in: same bits as `empty(...).fold_cell(lse, out)`, without the work."""
-        return State(lse.clamp_min(FLOOR), (lse > -torch.inf).float(), out.to(torch.float32, copy=True))
+        return State(lse.clamp_min(FLOOR), (lse != -torch.inf).float(), out.to(torch.float32, copy=True))
 
     def fold_cell(self, lse: Tensor, out: Tensor) -> None:
         """Folds in a cell's (lse [...], out [..., v_head_dim]); lse -inf is the identity if out is finite there."""
@@ -65,7 +65,7 @@ class State:
 
     def finish(self, sinks: Tensor | None, v_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out [..., v_head_dim], lse [...]) float32, the sinks (broadcastable to [...]) joining last. Uses it up."""
-        seen = self.total > 0
+        seen = self.total != 0  # NaN is seen too
         if sinks is not None:
             top = torch.maximum(self.top, sinks)
             keep = torch.exp(self.top - top)
@@ -81,7 +81,8 @@ class State:
 def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None) -> None:
     """See `interface.py`. O(size of outs), one float32 copy of a state at a time."""
     empty = lses == -torch.inf
-    state = State.first(lses[0].contiguous(), outs[0].float().masked_fill(empty[0][..., None], 0.0))
+    first = outs[0].float().masked_fill(empty[0][..., None], 0.0).masked_fill(lses[0].isnan()[..., None], torch.nan)
+    state = State.first(lses[0].contiguous(), first)
     for i in range(1, outs.shape[0]):
         state.fold_cell(lses[i].contiguous(), outs[i].float().masked_fill(empty[i][..., None], 0.0))
     merged, merged_lse = state.finish(None, None)

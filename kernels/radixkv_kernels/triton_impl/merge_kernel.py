@@ -40,8 +40,8 @@ def merge_kernel(
         acc = tl.load(outs_ptr + rows[:, None] + (offs_v * stride_outs_dim)[None, :], mask=here, other=0.0)
         l = tl.where(m > float("-inf"), 1.0, 0.0)
         m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc.to(tl.float32), LOG2E)
-    visible = m_all > float("-inf")
-    total = tl.where(visible, l_all, 1.0)
+    # A NaN counts as seen: the maximum drops it, the sum has it from the weights.
+    total = tl.where(l_all != 0.0, l_all, 1.0)
     out_rows = token * stride_out_token + heads * stride_out_head
     out_ptrs = out_ptr + out_rows[:, None] + (offs_v * stride_out_dim)[None, :]
     tl.store(out_ptrs, (acc_all / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
