@@ -114,12 +114,12 @@ class Stepping:
 
 @dataclass
 class Counts:
-    """steps: with a plan. kept: with the plan of the step before, at other lengths. wide: of these, with a sequence of
-    several tiles of rows."""
+    """steps: with a plan. kept: with the plan of the step before. crossed: of these, those in which a row of a sequence
+    of several tiles crossed a border between cells."""
 
     steps: int = 0
     kept: int = 0
-    wide: int = 0
+    crossed: int = 0
 
 
 def check_steps(stepping: Stepping, steps: int, counts: Counts, tile_of: Callable[[Call], dict[str, int]], **fixed: Any):
@@ -158,10 +158,12 @@ def check_steps(stepping: Stepping, steps: int, counts: Counts, tile_of: Callabl
         if before is not None and same:
             assert before.serves(forest.seq_lens, forest.cu) == (plan is before)
         counts.steps += 1
-        if plan is before and not np.array_equal(lens, forest.seq_lens):
+        first = (forest.seq_lens - forest.q_lens) // tile["cell_size"]
+        if plan is before:
             counts.kept += 1
-            counts.wide += int(forest.q_lens.max()) * forest.group_size > tile["tile_rows"]
-        before, lens = plan, forest.seq_lens
+            wide = forest.q_lens * forest.group_size > tile["tile_rows"]
+            counts.crossed += bool((wide & (first != start)).any())
+        before, start = plan, first
         stepping.step()
 
 
