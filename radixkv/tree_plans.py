@@ -124,8 +124,8 @@ class _Known:
                 self._remove(name)
 
     def _update(self, name: int, known: np.ndarray | None, table: np.ndarray) -> None:
-        grew = known is not None and known.dtype == table.dtype
-        if grew and table.tobytes().startswith(known.data):  # a fifth of the time of comparing numbers
+        # compared as bytes, in a fifth of the time
+        if known is not None and known.dtype == table.dtype and table.tobytes().startswith(known.data):
             for planner in self._planners:
                 for block in table[len(known) :].tolist():
                     planner.append(name, block)

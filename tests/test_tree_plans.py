@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -199,7 +199,7 @@ def small_model(windows):
 
 
 class Stepped(Recorded):
-    """Counts plans that were kept for other lengths, and of them those in which a row of several tiles crossed a border.
+    """Counts plans that were kept, and of them those in which a row of a chunk of several tiles crossed a border.
 
     Tiles are small and KV is dear, so that chunks have several tiles and share what they can.
     """

@@ -173,9 +173,7 @@ class TreePlanner:
         np.equal(numbers[1:], numbers[:-1], out=same[1:])
         same[1:] &= both_hold(whole.take(order), full.take(order), num_cells)
         work = assemble(self.config, active[order], same, extents, cu, self._memo)
-        plan = TreePlan(
-            self.config, *work, extents, cu, lens, partial(self._table_of, rows, self._contents[rows])
-        )
+        plan = TreePlan(self.config, *work, extents, cu, lens, partial(self._table_of, rows, self._contents[rows]))
         self._last = plan, names, rows
         return plan
 

@@ -122,13 +122,15 @@ class Counts:
     crossed: int = 0
 
 
-def check_steps(stepping: Stepping, steps: int, counts: Counts, tile_of: Callable[[Call], dict[str, int]], **fixed: Any):
+def check_steps(
+    stepping: Stepping, steps: int, counts: Counts, tile_of: Callable[[Call], dict[str, int]], **fixed: Any
+):
     """A planner's plans have the bits of no plan, step by step, and are those from scratch, kept or not.
 
     tile_of: what plans of a call are made with. fixed: as for `forests.random_call`.
     """
     rng = stepping.rng
-    planner = before = None
+    planner = before = start = None
     known: dict[int, Grown] = {}
     for _ in range(steps):
         forest = stepping.forest()

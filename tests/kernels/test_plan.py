@@ -175,7 +175,9 @@ def test_plans_pickle():
             for name in ("items", "row_base", "row_slots", "slot_cells", "groups", "shared"):
                 assert np.array_equal(getattr(got.work, name), getattr(made.work, name)), name
             assert np.array_equal(got.row_token, made.row_token) and np.array_equal(got.sharers, made.sharers)
-            assert got.serves(made.seq_lens, made.cu_seqlens_q) and not got.serves(made.seq_lens + 256, made.cu_seqlens_q)
+            assert got.serves(made.seq_lens, made.cu_seqlens_q) and not got.serves(
+                made.seq_lens + 256, made.cu_seqlens_q
+            )
             tensors, want = got.to("cpu"), made.to("cpu")
             assert torch.equal(tensors.items, want.items) and tensors.items is not want.items
 

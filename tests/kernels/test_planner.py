@@ -270,7 +270,9 @@ def test_planners_pickle():
     other.append("a", 50)
     other.remove("b")
     other.add("b", range(20))
-    assert_same(other.plan(["a", "b"], lens, cu), from_scratch(other.config, [[*range(20), 50], [*range(20)]], lens, cu))
+    assert_same(
+        other.plan(["a", "b"], lens, cu), from_scratch(other.config, [[*range(20), 50], [*range(20)]], lens, cu)
+    )
     del other
     late = planner.plan(["b", "a"], lens[::-1], cu)
     planner.remove("a")

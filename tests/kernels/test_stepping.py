@@ -1,4 +1,4 @@
-"""Plans kept from step to step give the bits of no plan, whatever steps: chunks of any width, drafts, decodes, windows."""
+"""Plans kept from step to step give the bits of no plan: chunks of any width, drafts, decodes, windows."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Faults to plant, each with the tests that are to notice. A `find` stands exactly once in all of radixkv/."""
+"""Faults to plant, each with the tests that are to notice. A `find` stands exactly once in all packages."""
 
 from typing import NamedTuple
 
 SCRIPTS = ("tests/test_shadow_engine.py::test_random_scripts",)
 MANAGER = ("tests/test_kv_manager.py", "-k", "not every_row_read")
 ISOLATION = ("tests/test_isolation.py",)
+STEPPING = ("tests/kernels/test_stepping.py",)
+INTERRUPTED = ("tests/kernels/test_planner.py", "tests/test_tree_plans.py", "-k", "interrupted")
 
 
 class Fault(NamedTuple):
@@ -198,5 +200,67 @@ FAULTS = [
         "                self.watches.cut(node, node.parent)\n        self._detach(top)",
         "                pass\n        self._detach(top)",
         ("tests/cache/test_watch.py",),
+    ),
+    # ---- plans that are kept
+    Fault(
+        "kept plans: tiles keep to the last key that rows see at the least lengths",
+        "    hi, lo = extents.high[seq], ",
+        "    hi, lo = extents.low[seq], ",
+        STEPPING,
+    ),
+    Fault(
+        "kept plans: tiles keep to the first key that rows see at the greatest lengths",
+        "np.maximum(extents.low[seq] - before_end",
+        "np.maximum(extents.high[seq] - before_end",
+        STEPPING,
+    ),
+    Fault("kept plans: whatever the lengths", " and self.extents.holds(seq_lens)", "", STEPPING),
+    Fault(
+        "kept plans: whatever the rows",
+        "return np.array_equal(cu_seqlens_q, self.cu_seqlens_q) and ",
+        "return ",
+        STEPPING,
+    ),
+    Fault(
+        "kept plans: lengths below the rows",
+        "np.maximum(begin + 1, q_lens) if causal else begin + 1",
+        "begin + 1",
+        ("tests/kernels/test_planner.py", "-k", "below_the_rows"),
+    ),
+    Fault(
+        "kept plans: not for a window that hides nothing shared",
+        "        hides = whole > 0\n",
+        "        hides = lo > 0\n",
+        ("tests/kernels/test_extents.py",),
+    ),
+    Fault(
+        "plans: an interrupted step is remembered",
+        "        self._known = None\n        plans = known",
+        "        self._known = known\n        plans = known",
+        INTERRUPTED,
+    ),
+    Fault(
+        "plans: an interrupted planner goes on",
+        "        if self._changing:\n",
+        "        if False:\n",
+        INTERRUPTED,
+    ),
+    Fault(
+        "plans: interrupted buffers pass for loaded",
+        "        self._loaded = None\n        num_items, items",
+        "        num_items, items",
+        ("tests/kernels/test_plan.py", "-k", "interrupted"),
+    ),
+    Fault(
+        "plans: a table changed in place is the same table",
+        "table.copy() if table.flags.writeable else table",
+        "table",
+        ("tests/test_tree_plans.py", "-k", "changed_in_a_table"),
+    ),
+    Fault(
+        "plans: a pickled plan takes its planner along",
+        "partial(_as_it_is, self._table())",
+        "self._table",
+        ("tests/kernels/test_planner.py", "-k", "pickle"),
     ),
 ]

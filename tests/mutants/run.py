@@ -1,9 +1,9 @@
-"""Would the tests notice? Plants one fault at a time in a copy of the package, and runs tests until one fails.
+"""Would the tests notice? Plants one fault at a time in a copy of the packages, and runs tests until one fails.
 
     python tests/mutants/run.py            all of them, a table, exit status 1 if one survives
     python tests/mutants/run.py tail pin   those whose name contains one of these words
 
-A fault is a text that stands exactly once in the package, and what it is replaced by (`faults.py`): whoever moves the
+A fault is a text that stands exactly once in the packages, and what it is replaced by (`faults.py`): whoever moves the
 text need not care, whoever changes it is told, and says anew what would be wrong.
 """
 
@@ -23,9 +23,12 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 
 
-def plant(package, fault):
-    """Puts a fault into a copy of the package; returns the file and what stood in it."""
-    found = [(path, path.read_text()) for path in sorted(package.rglob("*.py"))]
+PACKAGES = ("radixkv", "kernels/radixkv_kernels", "experiments")
+
+
+def plant(copy, fault):
+    """Puts a fault into a copy of the packages; returns the file and what stood in it."""
+    found = [(path, path.read_text()) for package in PACKAGES for path in sorted((copy / package).rglob("*.py"))]
     places = [(path, text) for path, text in found for _ in range(text.count(fault.find))]
     if len(places) != 1:
         raise LookupError(f"{fault.name}: expected its text once, found it {len(places)} times; mend faults.py")
@@ -69,7 +72,7 @@ def main(words):
     num_survived = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "radixkv"
-        for name in ("radixkv", "kernels", "tests", "pyproject.toml"):
+        for name in ("radixkv", "kernels", "experiments", "tests", "pyproject.toml"):
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
@@ -77,7 +80,7 @@ def main(words):
                 shutil.copy(source, copy / name)
         for number, fault in enumerate(faults, 1):
             began = time.perf_counter()
-            path, text = plant(copy / "radixkv", fault)
+            path, text = plant(copy, fault)
             try:
                 test = caught_by(copy, fault.tests)
             except subprocess.TimeoutExpired:
