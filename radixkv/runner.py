@@ -2,7 +2,7 @@
 
 A step, in this order: the copies of partly matching blocks, then the forward pass, in which each layer writes all of
 the batch's KV before any row reads. Plain numbers come in; logits go out. Nothing is global, and nothing but the KV
-tensors outlives a call; what `tree_plans` remembers of block tables only saves time.
+tensors outlives a call; what `tree_plans` remembers of block tables only saves time, and `forget_plans` drops it.
 """
 
 from __future__ import annotations
@@ -87,6 +87,13 @@ class Runner:
         """Keys and values of one block, in all layers."""
         return kv_bytes_per_block(self.config, self.block_size, self.dtype)
 
+    def forget_plans(self) -> None:
+        """Drops what is known of earlier steps' tables: for recovery. O(1), and right at any time.
+
+        No result depends on it: a call that was interrupted, wherever, has dropped it already.
+        """
+        self.tree_plans.forget()
+
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch) -> Tensor:
         """Runs one step.
@@ -105,10 +112,6 @@ class Runner:
         if not batch.sequences:
             return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=self.device)
         return self._decoder.forward(self._input(batch.sequences), self.k_cache, self.v_cache)
-
-    def forget_plans(self) -> None:
-        """Forgets what is known of block tables; the next batch is looked at anew. At any time."""
-        self.tree_plans.clear()
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[BlockCopy]) -> None:

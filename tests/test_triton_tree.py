@@ -19,6 +19,7 @@ from radixkv_kernels.triton_impl.config import Config
 from tests.kernels.forests import FP8, SMALL, Call, Forest, check_sound, random_call, random_forest
 from tests.kernels.pairwise import pairwise_rows
 from tests.kernels.problems import relative_error
+from tests.kernels.stepping import Counts, check_many
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
@@ -99,6 +100,24 @@ def test_random_forests(start):
 @pytest.mark.parametrize("start", range(FOREST_COUNT, FOREST_COUNT + MANY, 50))
 def test_many_random_forests(start):
     assert check_forests(range(start, start + 50)) >= 10
+
+
+def step(seeds: range) -> Counts:
+    """Forests that step, in cells of 128 tokens."""
+    fixed = {"alibi_slopes": None, "implementation": "triton"}
+    return check_many(seeds, tile_of, longest=420, most_seqs=4, steps=5, fixed=fixed)
+
+
+def test_stepping_forests():
+    counts = step(range(4))
+    assert counts.kept > 2, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_many_stepping_forests(start):
+    counts = step(range(start, start + 20))
+    assert counts.kept > counts.steps // 8 and counts.crossed > 0, counts
 
 
 @pytest.mark.parametrize("index", range(len(PAIRS)))

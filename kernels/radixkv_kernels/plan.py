@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -84,6 +84,12 @@ class TreePlan:
     A query token of the batch is a row; rows are renumbered so that sharers are neighbours. An item is an interval of
     rows and an interval of cells, read through the block table of its first row's sequence; where a row sees none or
     part of a cell, a mask says so.
+
+    A plan is a function of four things, and `assemble`, which makes it, is given no other: its config; `cu_seqlens_q`;
+    of each sequence the cells that it reads and can share (`Extents`: no lengths, but ranges of lengths); and in which
+    of those cells neighbours have the same blocks. So it serves another batch if and only if these are the same:
+    `serves` says so of the second and the third; block tables are its maker's to watch. An item may have cells that no
+    row of it sees at a given length, because one does at another length that the plan serves.
     """
 
     config: PlanConfig
@@ -98,7 +104,7 @@ class TreePlan:
     cu_seqlens_q: np.ndarray
     """[num_seqs + 1] int64, as given; seq_lens likewise, [num_seqs]."""
     seq_lens: np.ndarray
-    _table: Callable[[], np.ndarray] = field(repr=False, compare=False)
+    _table: Callable[[], np.ndarray | None] = field(repr=False, compare=False)
     _on: dict[torch.device, PlanTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
@@ -150,14 +156,15 @@ class TreePlan:
         most = int(lens.max(initial=0))
         room = table.shape[1] * block_size
         expect(most <= room, "seq_lens", f"at most block_size * max_blocks = {room} tokens", most)
-        extents = Extents.of(lens, q_lens, cell_size, window)
+        extents = Extents.of(lens, q_lens, cell_size, window, causal)
         active = np.flatnonzero(q_lens)
         some = table if len(active) == len(lens) else table[active]
         whole, full = extents.whole[active], extents.full[active]
         keys = last_block_keys(some, int(full.max(initial=0)), cell_size, block_size)
         order = sort_sequences(keys, whole, full)
         same = same_as_before(some, order, keys, whole[order], full[order], cell_size, block_size)
-        return assemble(config, active[order], same, extents, lens, cu, lambda: table, Memo())
+        work = assemble(config, active[order], same, extents, cu, Memo())
+        return TreePlan(config, *work, extents, cu, lens, partial(_as_it_is, table))
 
     @property
     def num_seqs(self) -> int:
@@ -191,6 +198,10 @@ class TreePlan:
         result[self.order] = self.work.shared
         return result
 
+    def __getstate__(self) -> dict[str, object]:
+        """For pickle and copy: with the block tables, where they are still written down, and without tensors."""
+        return {**self.__dict__, "_table": partial(_as_it_is, self._table()), "_on": {}}
+
     def to(self, device: torch.device | str) -> PlanTensors:
         """The plan on a device; one copy, at the first call for that device."""
         device = torch.device(device)
@@ -202,57 +213,69 @@ class TreePlan:
     @cached_property
     def stats(self) -> PlanStats:
         """What the plan reads and writes, counted at first use. O(num_seqs * max_blocks log)."""
-        return measure(self, self._table())
+        table = self._table()
+        if table is None:
+            raise RuntimeError("stats: expected to be read before the planner gives the plan's sequences other blocks")
+        return measure(self, table)
+
+    def serves(self, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray) -> bool:
+        """Whether it is the plan of a batch of these lengths [num_seqs], [num_seqs + 1] too, of the same block tables.
+
+        O(num_seqs).
+        """
+        return np.array_equal(cu_seqlens_q, self.cu_seqlens_q) and self.extents.holds(seq_lens)
 
     def check_fits(self, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray) -> None:
         """ValueError unless the plan serves a batch of these lengths (its block tables are not looked at)."""
         expect(len(seq_lens) == self.num_seqs, "plan", f"one of {len(seq_lens)} sequences", self.num_seqs)
-        same, holds = np.array_equal(cu_seqlens_q, self.cu_seqlens_q), self.extents.holds(seq_lens)
-        if same and holds:
+        if self.serves(seq_lens, cu_seqlens_q):
             return
+        same = np.array_equal(cu_seqlens_q, self.cu_seqlens_q)
         expect(same, "plan", "one made with these cu_seqlens_q", self.cu_seqlens_q.tolist())
         expect(
-            holds,
+            False,
             "plan",
             "one whose seq_lens have the same cells as this call's; make a new one when a cell border is crossed",
             self.seq_lens.tolist(),
         )
 
 
+def _as_it_is(table: np.ndarray | None) -> np.ndarray | None:
+    """A plan's tables where it has them itself; a function, so that pickle finds it."""
+    return table
+
+
 def assemble(
-    config: PlanConfig,
-    order: np.ndarray,
-    same: np.ndarray,
-    extents: Extents,
-    seq_lens: np.ndarray,
-    cu_seqlens_q: np.ndarray,
-    table: Callable[[], np.ndarray],
-    memo: Memo,
-) -> TreePlan:
-    """The plan of sequences in `order` (those with rows), `same` [len(order), cells] bool; for the two ways to plan."""
+    config: PlanConfig, order: np.ndarray, same: np.ndarray, extents: Extents, cu_seqlens_q: np.ndarray, memo: Memo
+) -> tuple[WorkList, np.ndarray, np.ndarray, np.ndarray]:
+    """A plan's work, order, row_token and row_seq, for the two ways to plan.
+
+    order: of the sequences with rows. same: [len(order), cells] bool, the cell is that of the sequence before it.
+    Not given lengths, because a plan outlives them (see `TreePlan`).
+    """
     first, last = extents.first.take(order), extents.last.take(order)
     run_cells, num_seqs = config.run_cells, len(order)
     num_runs = max(1, -(-int(last.max(initial=0)) // run_cells))
     by_cell = np.zeros((num_runs * run_cells, num_seqs), dtype=bool)
     by_cell[: same.shape[1]] = same.T
     q_lens = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).take(order)
-    rows, row_token, row_seq = _rows(config, order, q_lens, cu_seqlens_q, seq_lens)
+    rows, row_token, row_seq = _rows(config, order, q_lens, cu_seqlens_q, extents)
     if num_seqs == 0:
         empty = np.zeros(0, dtype=np.int32)
         nothing = np.zeros((0, 5), dtype=np.int32), np.zeros(1, dtype=np.int32), empty, empty
         work = WorkList(*nothing, 0, empty, np.zeros(0, dtype=bool))
-        return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, table)
+        return work, order, row_token, row_seq
     cuts = choose_cuts(by_cell, first, last, q_lens, run_cells, config.partial_cost, memo)
     work = build_items(cuts, rows, config.cell_size, config.lead_runs, memo)
     if len(work.items) < config.min_items and config.lead_runs > 1:
         work = build_items(cuts, rows, config.cell_size, 1, memo)
     if len(work.items) < config.min_items:
         work = build_items(cuts.by_cell(), rows, config.cell_size, 1, memo)
-    return TreePlan(config, work, order, row_token, row_seq, extents, cu_seqlens_q, seq_lens, table)
+    return work, order, row_token, row_seq
 
 
 def _rows(
-    config: PlanConfig, order: np.ndarray, q_lens: np.ndarray, cu: np.ndarray, seq_lens: np.ndarray
+    config: PlanConfig, order: np.ndarray, q_lens: np.ndarray, cu: np.ndarray, extents: Extents
 ) -> tuple[Rows, np.ndarray, np.ndarray]:
     """The rows in the plan's order, with row_token and row_seq."""
     start = cu.take(order)
@@ -262,11 +285,12 @@ def _rows(
     of = np.repeat(np.arange(len(order)), q_lens)
     token = np.arange(len(of)) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
     seq = order[of]
-    hi = seq_lens[seq]
-    position = hi - q_lens[of] + token
+    before_end = q_lens[of] - 1 - token
+    hi, lo = extents.high[seq], np.zeros_like(seq)
+    if config.window is not None:
+        lo = np.maximum(extents.low[seq] - before_end - config.window, 0)
     if config.causal:
-        hi = np.clip(position + 1, 0, hi)
-    lo = np.zeros_like(hi) if config.window is None else np.clip(position - config.window + 1, 0, hi)
+        hi = np.maximum(hi - before_end, 0)
     rows = Rows(q_lens, lo, hi, config.group_size, config.tile_rows)
     return rows, (start[of] + token).astype(np.int32), seq.astype(np.int32)
 

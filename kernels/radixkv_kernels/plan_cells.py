@@ -16,7 +16,9 @@ import numpy as np
 class Extents:
     """Which cells each sequence has to read, and which of them it can share; every array [num_seqs] int64.
 
-    They stay the same while `seq_lens` stays in [low, high]: a step that crosses no cell border keeps its plan.
+    With the query lengths these are all that a plan knows of lengths: first, last, whole and full are the same for all
+    `seq_lens` in [low, high] and for no others, so a step that crosses no cell border keeps its plan. What its rows may
+    see in the meantime is what they see at `low` (of a window the first key) and at `high` (the last).
     """
 
     first: np.ndarray
@@ -29,18 +31,21 @@ class Extents:
     high: np.ndarray
 
     @staticmethod
-    def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None) -> Extents:
-        """seq_lens, q_lens [num_seqs] int64; a causal window. O(num_seqs)."""
+    def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None, causal: bool) -> Extents:
+        """seq_lens, q_lens [num_seqs] int64, as `plan.check_lengths` lets them pass; a causal window. O(num_seqs)."""
         if window is None and np.minimum(seq_lens, q_lens).min(initial=1) > 0:
             full = (seq_lens - 1) // cell_size
             zero = np.zeros(full.shape, dtype=np.int64)
-            low = full * cell_size + 1
-            return Extents(zero, full + 1, zero, full, low, low + (cell_size - 1))
+            begin = full * cell_size
+            low = np.maximum(begin + 1, q_lens) if causal else begin + 1
+            return Extents(zero, full + 1, zero, full, low, begin + cell_size)
         busy = (seq_lens > 0) & (q_lens > 0)
         # a cell counts as full once a later one exists, so a sequence changes its cells once a cell_size tokens
         full = np.where(busy, (seq_lens - 1) // cell_size, 0)
         last = np.where(busy, full + 1, 0)
         low, high = np.where(busy, full * cell_size + 1, 0), np.where(busy, last * cell_size, 0)
+        if causal:
+            low = np.where(busy, np.maximum(low, q_lens), low)
         unseen = q_lens == 0
         high = np.where(unseen, np.iinfo(np.int64).max, high)
         if window is None:
@@ -49,10 +54,12 @@ class Extents:
         before = q_lens + window - 1
         lo = np.where(busy, np.maximum(seq_lens - before, 0), 0)
         first = lo // cell_size
-        low = np.where(lo > 0, np.maximum(low, np.maximum(first * cell_size, 1) + before), low)
-        limit = np.where(lo > 0, (first + 1) * cell_size - 1, 0) + before
-        high = np.where(busy, np.minimum(high, limit), high)
         whole = np.minimum(np.where(lo > 0, first + 1, 0), full)
+        # a window that begins in a sequence's only cell hides nothing that could be shared
+        hides = whole > 0
+        low = np.where(hides, np.maximum(low, np.maximum(first * cell_size, 1) + before), low)
+        limit = np.where(hides, (first + 1) * cell_size - 1, 0) + before
+        high = np.where(full > 0, np.minimum(high, limit), high)
         return Extents(first, last, whole, full, low, high)
 
     def holds(self, seq_lens: np.ndarray) -> bool:

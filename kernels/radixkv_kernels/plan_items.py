@@ -21,7 +21,10 @@ class Rows:
     weight: np.ndarray
     """[num_seqs] int64: rows of each sequence, at least 1, in the plan's order."""
     lo: np.ndarray | None
-    """[num_rows] int64: first key that the row sees; hi: one past the last. None where each sequence has one row."""
+    """[num_rows] int64: first key that the row may see while the plan holds; hi: one past the last.
+
+    None where each sequence has one row.
+    """
     hi: np.ndarray | None
     group_size: int
     tile_rows: int
@@ -161,7 +164,7 @@ def _tiled(columns: list[np.ndarray], tile_rows: int) -> tuple[list[np.ndarray],
 
 
 def _tile_tokens(rows: Rows, partials: Partials, end: np.ndarray, cell_size: int) -> WorkList:
-    """The work list of sequences of several rows: each tile keeps to the cells that its rows see."""
+    """The work list of sequences of several rows: each tile keeps to the cells that its rows may see."""
     assert rows.lo is not None and rows.hi is not None
     group = rows.group_size
     bounds = np.concatenate(([0], np.cumsum(rows.weight)))

@@ -112,8 +112,12 @@ class PlanBuffers:
         ]
         self._staged = [view.numpy() for view in views[0]]
         self._views = views[1]
-        self._loaded: TreePlan | None = None
+        self._loaded: TreePlan | None = None  # None where that was interrupted too
         self._tensors: PlanTensors | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy, pickled or deep, is of the same sizes, and nothing is loaded."""
+        return PlanBuffers, (self.max_items, self.max_rows, self.max_partials, self._device.device)
 
     def load(self, plan: TreePlan) -> PlanTensors:
         """Copies the plan to the device; the tensors are the same every time.
@@ -128,6 +132,7 @@ class PlanBuffers:
         expect(rows <= self.max_rows, "plan", f"at most max_rows = {self.max_rows}", rows)
         partials = len(work.row_slots)
         expect(partials <= self.max_partials, "plan", f"at most max_partials = {self.max_partials}", partials)
+        self._loaded = None
         num_items, items, row_token, row_seq, row_base, row_slots, slot_cells = self._staged
         num_items[0] = plan.num_items
         items[: plan.num_items] = work.items
@@ -137,9 +142,9 @@ class PlanBuffers:
         row_base[rows + 1 :] = partials
         row_slots[:partials], slot_cells[:partials] = work.row_slots, work.slot_cells
         self._device.copy_(self._host)
-        self._loaded = plan
         if self._tensors is None or self._tensors.config != plan.config:
             self._tensors = PlanTensors(plan.config, *self._views)
+        self._loaded = plan
         return self._tensors
 
 

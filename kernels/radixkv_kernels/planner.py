@@ -26,6 +26,9 @@ MAX_ID = 2**31 - 1
 class TreePlanner:
     """The block tables of live sequences, and plans over any of them. Not for several threads at once.
 
+    A call that is interrupted (KeyboardInterrupt, MemoryError) may have changed half of what it was to change: every
+    later call raises RuntimeError then, and a new planner is to be made. Errors that a call names change nothing.
+
     >>> planner = TreePlanner(PlanConfig(block_size=16, num_q_heads=8, num_kv_heads=2))
     >>> planner.add("a", range(20)); planner.add("b", [*range(18), 30])
     >>> planner.plan(["a", "b"], np.array([310, 300]), np.array([0, 1, 2])).shares
@@ -51,10 +54,9 @@ class TreePlanner:
         self._unused: list[int] = []
         self._num_shared = 0
         self._order = KeptOrder()
-        self._last: TreePlan | None = None
         self._memo = Memo()
-        self._last_sequences: list[Hashable] = []
-        self._last_rows = np.zeros(0, dtype=np.int64)
+        self._last: tuple[TreePlan, list[Hashable], np.ndarray] | None = None  # with its sequences and their rows
+        self._changing = False  # while it is, and for ever where that was interrupted
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -65,6 +67,7 @@ class TreePlanner:
     @property
     def may_share(self) -> bool:
         """Whether any two sequences hold a cell of the same blocks; if not, no plan shares anything. O(1)."""
+        self._check_whole()
         return self._num_shared > 0
 
     def add(self, sequence: Hashable, blocks: Sequence[int] | np.ndarray) -> None:
@@ -74,6 +77,7 @@ class TreePlanner:
         numbers = ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size)
         fit = numbers and (ids.dtype == np.int32 or -MAX_ID <= ids.min(initial=0) <= ids.max(initial=0) <= MAX_ID)
         expect(bool(fit), "blocks", "a sequence of block ids, int32", blocks)
+        self._begin()
         if not self._free:
             self._grow(max(8, 2 * len(self._table)), self._table.shape[1])
         if len(ids) > self._table.shape[1]:
@@ -83,18 +87,21 @@ class TreePlanner:
         self._contents[row] += 1
         self._num_blocks[row] = len(ids)
         self._number_cells(row)
-        self._last = None
+        self._last, self._changing = None, False
 
     def append(self, sequence: Hashable, block: int) -> None:
         """One more block at the sequence's end; KeyError where it isn't there. O(1), amortised."""
         row = self._row_of[sequence]
+        block = block_id(block)
+        self._begin()
         count = int(self._num_blocks[row])
         if count == self._table.shape[1]:
             self._grow(len(self._table), max(8, 2 * count))
-        self._put(row, count, block)
+        self._table[row, count] = block
         self._num_blocks[row] = count + 1
         if (count + 1) * self.config.block_size >= (int(self._num_cells[row]) + 1) * self.config.cell_size:
             self._number_cells(row)
+        self._changing = False  # and the last plan holds: of the cells that it knows none is another
 
     def replace(self, sequence: Hashable, index: int, block: int) -> None:
         """Another block in place of the sequence's block number `index`; IndexError past its end. O(cells)."""
@@ -102,19 +109,23 @@ class TreePlanner:
         expect(isinstance(index, int | np.integer), "index", "an int", index)
         if not 0 <= index < self._num_blocks[row]:
             raise IndexError(f"index: expected one below {self._num_blocks[row]}, got {index}")
-        self._put(row, index, block)
+        block = block_id(block)
+        self._begin()
+        self._table[row, index] = block
         self._contents[row] += 1
         self._forget_cells(row, index * self.config.block_size // self.config.cell_size)
         self._number_cells(row)
-        self._last = None
+        self._last, self._changing = None, False
 
     def remove(self, sequence: Hashable) -> None:
         """Forgets a sequence; KeyError where it isn't there. O(cells)."""
-        row = self._row_of.pop(sequence)
+        row = self._row_of[sequence]
+        self._begin()
+        del self._row_of[sequence]
         self._forget_cells(row, 0)
         self._num_blocks[row] = 0
         self._free.append(row)
-        self._last = None
+        self._last, self._changing = None, False
 
     def plan(
         self, sequences: Sequence[Hashable], seq_lens: Tensor | np.ndarray, cu_seqlens_q: Tensor | np.ndarray
@@ -125,26 +136,27 @@ class TreePlanner:
             sequences: [num_seqs], each added before.
             seq_lens, cu_seqlens_q: as for `TreePlan.from_block_table`; on the CPU, or it synchronises.
 
-        Returns the plan of the call before, the same object, where it still holds: then nothing needs to be uploaded.
+        Returns the plan of the call before, the same object, where `TreePlan.serves` this batch of the same sequences
+            and none has got other blocks: then nothing needs to be uploaded.
         Raises KeyError for a sequence that isn't there, ValueError naming the argument; then nothing has changed.
         O(num_seqs), or where a cell border was crossed or the batch changed O(num_seqs * cells).
         """
+        self._check_whole()
         lens = host_array("seq_lens", seq_lens, 1).astype(np.int64)
         cu = host_array("cu_seqlens_q", cu_seqlens_q, 1)
         try:
             names = list(sequences)
-            last = self._last
-            known = last is not None and self._last_sequences == names
-            rows = self._last_rows if known else self._rows_of(names)
+            known = self._last if self._last is not None and self._last[1] == names else None
+            rows = known[2] if known else self._rows_of(names)
         except TypeError:
             raise ValueError(f"sequences: expected a list of names, got {sequences!r}") from None
         fits = len(lens) == len(rows) and (lens <= self._num_blocks.take(rows) * self.config.block_size).all()
         expect(bool(fits), "seq_lens", "a length a sequence, no longer than its blocks", seq_lens)
-        if last is not None and known and np.array_equal(cu, last.cu_seqlens_q) and last.extents.holds(lens):
-            return last
+        if known and known[0].serves(lens, cu):
+            return known[0]
         cu = cu.astype(np.int64)
         q_lens = check_lengths(self.config, lens, cu, len(rows))
-        extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window)
+        extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window, self.config.causal)
         active = q_lens.nonzero()[0]
         some, whole, full = rows, extents.whole, extents.full
         if len(active) < len(rows):
@@ -153,32 +165,35 @@ class TreePlanner:
         if whole.any():
             order = sort_sequences(self._keys[:, :num_cells].take(some, axis=0), whole, full)
         else:
+            self._changing = True
             order = self._order.sort(some, self._keys, full)
+            self._changing = False
         numbers = self._numbers[:, :num_cells].take(some.take(order), axis=0)
         same = np.zeros(numbers.shape, dtype=bool)
         np.equal(numbers[1:], numbers[:-1], out=same[1:])
         same[1:] &= both_hold(whole.take(order), full.take(order), num_cells)
-        table = partial(self._table_of, rows, self._contents[rows])
-        plan = assemble(self.config, active[order], same, extents, lens, cu, table, self._memo)
-        self._last, self._last_sequences, self._last_rows = plan, names, rows
+        work = assemble(self.config, active[order], same, extents, cu, self._memo)
+        plan = TreePlan(self.config, *work, extents, cu, lens, partial(self._table_of, rows, self._contents[rows]))
+        self._last = plan, names, rows
         return plan
+
+    def _begin(self) -> None:
+        """Before anything is changed that plans rest on; `_changing` is taken back once all of it is."""
+        self._check_whole()
+        self._changing = True
+
+    def _check_whole(self) -> None:
+        if self._changing:
+            raise RuntimeError("planner: expected one no call of which was interrupted; make a new one")
 
     def _rows_of(self, names: list[Hashable]) -> np.ndarray:
         rows = np.fromiter(map(self._row_of.__getitem__, names), np.int64, len(names))
         expect(len(set(names)) == len(names), "sequences", "each once", names)
         return rows
 
-    def _table_of(self, rows: np.ndarray, contents: np.ndarray) -> np.ndarray:
-        """The block tables that a plan was made of, for its `stats`."""
-        if not np.array_equal(contents, self._contents[rows]):
-            raise RuntimeError("stats: expected to be read before the planner gives the plan's sequences other blocks")
-        return self._table[rows]
-
-    def _put(self, row: int, column: int, block: int) -> None:
-        try:
-            self._table[row, column] = operator.index(block)
-        except (TypeError, OverflowError):
-            raise ValueError(f"block: expected a block id, int32, got {block!r}") from None
+    def _table_of(self, rows: np.ndarray, contents: np.ndarray) -> np.ndarray | None:
+        """The block tables that a plan was made of, for its `stats`; None once its sequences' rows have others."""
+        return self._table[rows] if np.array_equal(contents, self._contents[rows]) else None
 
     def _number_cells(self, row: int) -> None:
         """Numbers the cells of a row whose blocks are there and that have no number yet."""
@@ -240,3 +255,13 @@ class TreePlanner:
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(num_rows - old, dtype=np.int64))))
         self._free[:0] = range(num_rows - 1, old - 1, -1)
         self._order.grow(num_rows)
+
+
+def block_id(block: int) -> int:
+    """As an int; ValueError where it is none, or not an int32."""
+    try:
+        number = operator.index(block)
+    except TypeError:
+        number = MAX_ID + 1
+    expect(-MAX_ID <= number <= MAX_ID, "block", "a block id, int32", block)
+    return number

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
+import interruptions
 import numpy as np
 import pytest
 import torch
@@ -158,6 +162,47 @@ def test_buffers_keep_their_addresses_and_refuse_what_does_not_fit():
             PlanBuffers(3 if size is more else 20, 8, 40, "cpu").load(size)
     with pytest.raises(ValueError, match="plan: expected at most max_partials = 1"):
         PlanBuffers(20, 8, 1, "cpu").load(more)
+
+
+def test_plans_pickle():
+    """And come back working: work, what they serve, what they count; tensors are made anew."""
+    for batch in (two_prompts(600, 50), {**two_prompts(600, 50, 3), "cu_seqlens_q": np.array([0, 40, 41, 41])}):
+        made = plan(**batch)
+        made.to("cpu")
+        for got in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+            assert got.config == made.config and got.stats == made.stats and got.cells == made.cells
+            for name in ("items", "row_base", "row_slots", "slot_cells", "groups", "shared"):
+                assert np.array_equal(getattr(got.work, name), getattr(made.work, name)), name
+            assert np.array_equal(got.row_token, made.row_token) and np.array_equal(got.sharers, made.sharers)
+            assert got.serves(made.seq_lens, made.cu_seqlens_q) and not got.serves(
+                made.seq_lens + 256, made.cu_seqlens_q
+            )
+            tensors, want = got.to("cpu"), made.to("cpu")
+            assert torch.equal(tensors.items, want.items) and tensors.items is not want.items
+
+
+def test_pickled_buffers_are_of_the_same_sizes_and_empty():
+    """Their views would be copies: a plan loaded later would go nowhere."""
+    made, other = plan(**two_prompts(600, 50)), plan(**two_prompts(300, 50))
+    buffers = PlanBuffers(20, 8, 40, "cpu")
+    buffers.load(made)
+    for got in (pickle.loads(pickle.dumps(buffers)), copy.deepcopy(buffers)):
+        for loaded in (made, other):
+            assert torch.equal(got.load(loaded).items[: loaded.num_items], torch.from_numpy(loaded.work.items))
+
+
+def test_interrupted_buffers_load_again():
+    """At any line: the plan loaded before is not taken for one that is still there."""
+    first, second = plan(**two_prompts(600, 50)), plan(**two_prompts(300, 50))
+    line, reached = 1, True
+    while reached:
+        buffers = PlanBuffers(20, 8, 40, "cpu")
+        buffers.load(first)
+        reached = interruptions.interrupted_at(line, ("plan_tensors.py",), lambda at=buffers: at.load(second))
+        assert torch.equal(buffers.load(first).items[: first.num_items], torch.from_numpy(first.work.items))
+        assert int(buffers.load(first).num_items) == first.num_items
+        line += 1
+    assert line > 10
 
 
 def test_tables_of_any_strides():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from functools import partial
 
+import interruptions
 import numpy as np
 import pytest
 from radixkv_kernels import PlanConfig, TreePlan, TreePlanner, plan_cuts
@@ -252,6 +255,84 @@ def test_stats_are_those_of_the_plans_own_tables_or_none():
     with pytest.raises(RuntimeError, match="stats"):
         _ = edited.stats
     assert early.stats.num_unique_kv_tokens == wanted
+
+
+def test_planners_pickle():
+    """With what they know; a plan takes its own tables along, and none once they are not written down any more."""
+    planner, lens, cu = TreePlanner(PlanConfig(16, 4, 2)), np.array([300, 310]), np.arange(3)
+    planner.add("a", range(20))
+    planner.add("b", [*range(18), 20, 21])
+    made = planner.plan(["a", "b"], lens, cu)
+    other = pickle.loads(pickle.dumps(planner))
+    kept = other.plan(["a", "b"], lens + 1, cu)
+    assert_same(kept, made)
+    assert kept is other.plan(["a", "b"], lens, cu) and kept.stats == made.stats
+    other.append("a", 50)
+    other.remove("b")
+    other.add("b", range(20))
+    assert_same(
+        other.plan(["a", "b"], lens, cu), from_scratch(other.config, [[*range(20), 50], [*range(20)]], lens, cu)
+    )
+    del other
+    late = planner.plan(["b", "a"], lens[::-1], cu)
+    planner.remove("a")
+    planner.add("c", range(100, 120))
+    with pytest.raises(RuntimeError, match="stats"):
+        _ = pickle.loads(pickle.dumps(late)).stats
+    assert len(pickle.dumps(late)) < 10_000, "without the planner"
+
+
+def grow_and_plan(planner: TreePlanner, live: dict[str, list[int]]) -> None:
+    """Some of everything; `live` is what the planner is up to after each call."""
+    lens, cu = np.array([300, 310]), np.arange(3)
+    for name, blocks in (("a", range(20)), ("b", [*range(18), 20, 21]), ("c", range(40))):
+        planner.add(name, blocks)
+        live[name] = [*blocks]
+    planner.plan(["a", "b"], lens, cu)
+    planner.plan(["a", "b"], lens + 5, cu)
+    planner.append("a", 90)
+    live["a"].append(90)
+    planner.replace("b", 3, 91)
+    live["b"][3] = 91
+    planner.plan(["b", "c"], lens + 9, np.array([0, 70, 71]))
+    planner.remove("c")
+    del live["c"]
+    planner.plan(["b", "a"], lens + 10, cu)
+
+
+def test_an_interrupted_planner_plans_right_or_not_at_all():
+    """At any line of its own: later calls are refused, or what it knows is all or nothing of each call."""
+    files = ("planner.py", "plan_order.py", "plan_memo.py")
+    lens, cu, line, refused, reached = np.array([300, 310]), np.arange(3), 1, 0, True
+    while reached:
+        planner, live = TreePlanner(PlanConfig(16, 8, 2)), {}
+        reached = interruptions.interrupted_at(line, files, partial(grow_and_plan, planner, live))
+        line += 1
+        for names in (["a", "b"], ["b", "a"], ["b", "c"]):
+            tables = [live[n] for n in names if n in live]
+            try:
+                got = planner.plan(names, lens, cu)
+            except RuntimeError as error:
+                assert "make a new one" in str(error)
+                refused += 1
+                with pytest.raises(RuntimeError):
+                    planner.add("d", [1])
+            except KeyError:
+                assert len(tables) < 2 or "c" in names
+            else:
+                if len(tables) == 2:  # of a call that had not begun, or had ended
+                    possible = [tables, [[*t[:3], 91, *t[4:]] if t is live["b"] else t for t in tables]]
+                    wanted = [from_scratch(planner.config, t, lens, cu) for t in possible]
+                    assert any(np.array_equal(got.work.items, want.work.items) for want in wanted)
+    assert refused > 50 and line > 200
+
+
+def test_lengths_below_the_rows_are_refused_where_a_plan_is_kept_too():
+    planner = TreePlanner(PlanConfig(16, 8, 2))
+    planner.add("a", range(20))
+    planner.plan(["a"], np.array([300]), np.array([0, 280]))
+    with pytest.raises(ValueError, match="seq_lens: expected at least"):
+        planner.plan(["a"], np.array([270]), np.array([0, 280]))
 
 
 def test_ids_that_are_none_are_refused_by_name():

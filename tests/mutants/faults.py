@@ -12,6 +12,8 @@ EMPTY = ("tests/workloads/test_empty_prompts.py",)
 MASKS = ("tests/kernels/test_transformers_masks.py",)
 UNSEEN = ("tests/kernels/test_unseen.py",)
 INTERRUPTIONS = ("tests/experiments/test_interruptions.py",)
+STEPPING = ("tests/kernels/test_stepping.py",)
+INTERRUPTED = ("tests/kernels/test_planner.py", "tests/test_tree_plans.py", "-k", "interrupted")
 
 
 class Fault(NamedTuple):
@@ -513,5 +515,67 @@ FAULTS = [
         'for cell, rows in found["cells"].items() if isinstance(rows, list)}',
         'for cell, rows in found["cells"].items()}',
         (*INTERRUPTIONS, "-k", "damaged_part"),
+    ),
+    # ---- plans that are kept
+    Fault(
+        "kept plans: tiles keep to the last key that rows see at the least lengths",
+        "    hi, lo = extents.high[seq], ",
+        "    hi, lo = extents.low[seq], ",
+        STEPPING,
+    ),
+    Fault(
+        "kept plans: tiles keep to the first key that rows see at the greatest lengths",
+        "np.maximum(extents.low[seq] - before_end",
+        "np.maximum(extents.high[seq] - before_end",
+        STEPPING,
+    ),
+    Fault("kept plans: whatever the lengths", " and self.extents.holds(seq_lens)", "", STEPPING),
+    Fault(
+        "kept plans: whatever the rows",
+        "return np.array_equal(cu_seqlens_q, self.cu_seqlens_q) and ",
+        "return ",
+        STEPPING,
+    ),
+    Fault(
+        "kept plans: lengths below the rows",
+        "np.maximum(begin + 1, q_lens) if causal else begin + 1",
+        "begin + 1",
+        ("tests/kernels/test_planner.py", "-k", "below_the_rows"),
+    ),
+    Fault(
+        "kept plans: not for a window that hides nothing shared",
+        "        hides = whole > 0\n",
+        "        hides = lo > 0\n",
+        ("tests/kernels/test_extents.py",),
+    ),
+    Fault(
+        "plans: an interrupted step is remembered",
+        "        self._known = None\n        plans = known",
+        "        self._known = known\n        plans = known",
+        INTERRUPTED,
+    ),
+    Fault(
+        "plans: an interrupted planner goes on",
+        "        if self._changing:\n",
+        "        if False:\n",
+        INTERRUPTED,
+    ),
+    Fault(
+        "plans: interrupted buffers pass for loaded",
+        "        self._loaded = None\n        num_items, items",
+        "        num_items, items",
+        ("tests/kernels/test_plan.py", "-k", "interrupted"),
+    ),
+    Fault(
+        "plans: a table changed in place is the same table",
+        "table.copy() if table.flags.writeable else table",
+        "table",
+        ("tests/test_tree_plans.py", "-k", "changed_in_a_table"),
+    ),
+    Fault(
+        "plans: a pickled plan takes its planner along",
+        "partial(_as_it_is, self._table())",
+        "self._table",
+        ("tests/kernels/test_planner.py", "-k", "pickle"),
     ),
 ]

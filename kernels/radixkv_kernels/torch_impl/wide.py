@@ -50,9 +50,12 @@ def attend_wide(job: Job, seq: int) -> None:
 
 def fold_tiles(job: Job, seq: int, tiles: list[WideTile]) -> None:
     """Sets each tile's state over its keys in [lo, hi), read through the blocks of sequence `seq`."""
+    tiles = [t for t in tiles if t.lo < t.hi]
+    if not tiles:
+        return
     lo, hi = min(t.lo for t in tiles), max(t.hi for t in tiles)
     run_tokens = CELL_SIZE * RUN_CELLS
-    for first in range(lo // run_tokens * run_tokens, hi, run_tokens) if hi > lo else ():
+    for first in range(lo // run_tokens * run_tokens, hi, run_tokens):
         a, b = max(lo, first), min(hi, first + run_tokens)
         cells = np.arange(a // CELL_SIZE, (b - 1) // CELL_SIZE + 1) * CELL_SIZE
         k, v = _gather(job, seq, cells, a, b)
