@@ -3,8 +3,9 @@
     python tests/mutants/run.py            all of them, a table, exit status 1 if one survives
     python tests/mutants/run.py tail pin   those whose name contains one of these words
 
-A fault is a text that stands exactly once in the packages, and what it is replaced by (`faults.py`): whoever moves the
-text need not care, whoever changes it is told, and says anew what would be wrong.
+A fault is a piece of Python in a function, and what it is replaced by (`faults.py`). It is found by syntax tree
+(`anchors.py`), so a fault survives a new layout and a move to another file. Where the rule itself is rewritten,
+`test_anchors.py` fails until `faults.py` says anew what would be wrong.
 """
 
 import os
@@ -17,24 +18,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from anchors import planted, read_modules
 from faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
-
-
-PACKAGES = ("radixkv", "kernels/radixkv_kernels", "experiments")
-
-
-def plant(copy, fault):
-    """Puts a fault into a copy of the packages; returns the file and what stood in it."""
-    found = [(path, path.read_text()) for package in PACKAGES for path in sorted((copy / package).rglob("*.py"))]
-    places = [(path, text) for path, text in found for _ in range(text.count(fault.find))]
-    if len(places) != 1:
-        raise LookupError(f"{fault.name}: expected its text once, found it {len(places)} times; mend faults.py")
-    path, text = places[0]
-    path.write_text(text.replace(fault.find, fault.replace))
-    return path, text
 
 
 def caught_by(copy, tests):
@@ -78,16 +66,18 @@ def main(words):
                 shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
             else:
                 shutil.copy(source, copy / name)
+        modules = read_modules(copy)
         for number, fault in enumerate(faults, 1):
             began = time.perf_counter()
-            path, text = plant(copy, fault)
+            module, text = planted(modules, fault)
+            module.path.write_text(text)
             try:
                 test = caught_by(copy, fault.tests)
             except subprocess.TimeoutExpired:
                 test = f"a hang (over {TIMEOUT_S} s)"
-            path.write_text(text)
+            module.path.write_text(module.text)
             num_survived += test is None
-            where = path.relative_to(copy)
+            where = module.path.relative_to(copy)
             took = time.perf_counter() - began
             print(
                 f"{number:2}/{len(faults)}  {fault.name:58}{where!s:32}{test or 'SURVIVED'}  ({took:.0f} s)", flush=True
