@@ -143,8 +143,11 @@ def _near_misses(modules: list[Module], at: str, wanted: Piece) -> str:
         for known, scopes in module.scopes.items()
         if any(_occurrences(scope, wanted) for scope in scopes)
     ]
+    inmost = [
+        holder for holder in holders if not any(inner != holder and inner.startswith(holder) for inner in holders)
+    ]
     like = difflib.get_close_matches(at.rpartition(":")[2], names)
-    return f"no {at}; names like it: {like}; the piece stands in: {holders}"
+    return f"no {at}; names like it: {like}; the piece stands in: {inmost}"
 
 
 def _spliced(text: str, old: Piece, new: Piece) -> str:

@@ -166,7 +166,7 @@ def test_a_package_has_the_name_of_its_folder(modules):
             "rank(best)",
             "",
             LookupError,
-            ["no Stepper.oder", "'Stepper.order'", "'steps:Stepper.order'"],
+            ["no Stepper.oder", "like it: ['Stepper.order'", "in: ['steps:Stepper.order']"],
         ),
         ("other:Stepper.order", "rank(best)", "", LookupError, ["no other:Stepper.order", "'steps:Stepper.order'"]),
         ("traced", "return function", "", LookupError, ["found 2", "steps.py:7", "__init__.py:2"]),
