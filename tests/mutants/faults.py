@@ -223,7 +223,7 @@ FAULTS = [
         "a fork counts as computed before its copies have run",
         "        self.running.add(other)\n        return other, copies\n",
         "        self.running.add(other)\n        self.copied(other, sequence)\n        return other, copies\n",
-        ISOLATION,
+        ("tests/test_scheduler.py", "-k", "once_its_copies"),
     ),
     Fault(
         "a cache serves two managers",
