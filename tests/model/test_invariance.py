@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from radixkv.model.checkpoint import load_checkpoint
-from radixkv.model.layers import ROW_MULTIPLE, InvariantArithmetic, rms_norm
+from radixkv.model.layers import InvariantArithmetic, rms_norm
+ROW_MULTIPLE = 16
 from tests.model.sequences import Sequence, every_row, runner_of, step
 from tests.model.tiny_checkpoints import checkpoint, tokens
 from tests.shared_files import shared_file
