@@ -81,6 +81,10 @@ class Runner:
     def deterministic(self) -> bool:
         return self._decoder.deterministic
 
+    def linear_shapes(self) -> list[tuple[int, int, torch.dtype, bool]]:
+        """(in, out, dtype, whether there is a bias) of every product with weights, each once."""
+        return self._decoder.linear_shapes()
+
     @property
     def kv_bytes_per_block(self) -> int:
         """Keys and values of one block, in all layers."""

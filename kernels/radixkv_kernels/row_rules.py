@@ -5,8 +5,8 @@ Matrix libraries choose a kernel, and with it the order of adding, by the number
 on AVX-512 takes another one below 16 rows if 24 * rows <= depth, on AVX2 for the last rows mod 6, on AMD below 4 rows;
 oneDNN with AMX at 33, 37, 256 and 1,024 rows. Two orders differ in nearly every number of a result whose exact value is
 zero, as what is left there *is* the order of adding, where ordinary data seldom show it. So an operation computes equal
-rows of such data in several sizes. Sizes whose rows all have the same bits may be used side by side. The largest part of
-a few sizes is chosen when the rule is made; every other size is measured before it is used for the first time.
+rows of such data in several sizes. Sizes whose rows all have the same bits may be used side by side. The best part of a
+few sizes is chosen when the rule is made; every other size is measured before it is used for the first time.
 
 Nothing that varies from run to run enters a choice, and no choice changes the bits that a rule has settled on.
 """

@@ -1,7 +1,7 @@
 """x @ weight.T on a CPU so that a row's bits are its own: by the rule of rows of each shape. Used by `layers`.
 
-A product is computed as it stands, or as (weight @ x.T).T where the rows are columns to the library, which fewer numbers
-of rows disturb on some machines.
+A product is computed as it stands, or as (weight @ x.T).T, where rows are columns to the library and on some machines
+fewer numbers of them differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from radixkv_kernels.row_rules import RowRule, Way, cancelling, rule_of
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes. Some libraries choose a kernel by where an operand begins, so all begin at a multiple of this, as in the trial."""
+"""Bytes. Some libraries choose a kernel by where an operand begins: all begin at a multiple of this, as in the trial."""
 _CALL_ROWS = 48
 _MOST_WORK = 1 << 32
 """Multiplications of the largest size that a rule is chosen by."""

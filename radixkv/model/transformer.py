@@ -85,18 +85,20 @@ class Decoder:
         if not self.deterministic or self.weights.embedding.device.type != "cpu" or settings() == self._checked:
             return
         began, known = time.perf_counter(), len(measured())
-        layers = self.weights.layers
-        products = {(layer.qkv, layer.qkv_bias) for layer in layers} | {(layer.o, layer.o_bias) for layer in layers}
-        products |= {(layer.gate_up, layer.gate_up_bias) for layer in layers}
-        products |= {(layer.down, layer.down_bias) for layer in layers} | {(self.weights.head, None)}
-        shapes = {(weight.shape[1], weight.shape[0], weight.dtype, bias is not None) for weight, bias in products}
-        for shape in sorted(shapes, key=str):
+        for shape in self.linear_shapes():
             linear_rule(*shape).require()
         attention_row_rule(self.weights.embedding.dtype, self.config.head_dim).require()
         self._checked = settings()
-        _log.info(
-            "rows of %d products measured in %.2f s", len(measured()) - known, time.perf_counter() - began
-        )
+        _log.info("rules of rows: %d measured in %.2f s", len(measured()) - known, time.perf_counter() - began)
+
+    def linear_shapes(self) -> list[tuple[int, int, torch.dtype, bool]]:
+        """(in, out, dtype, whether there is a bias) of every product with weights, each once."""
+        products: list[tuple[Tensor, Tensor | None]] = [(self.weights.head, None)]
+        for layer in self.weights.layers:
+            products += [(layer.qkv, layer.qkv_bias), (layer.o, layer.o_bias)]
+            products += [(layer.gate_up, layer.gate_up_bias), (layer.down, layer.down_bias)]
+        shapes = {(w.shape[1], w.shape[0], w.dtype, bias is not None) for w, bias in products}
+        return sorted(shapes, key=str)
 
     def forward(self, step: ForwardInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Computes all rows, writes their KV, and returns the wanted logits.

@@ -1,9 +1,9 @@
 """The arithmetic of one cell: rows of queries against CELL_SIZE keys -> (log-sum-exp, normalised output), in float32.
 
 Called by `narrow.py` and `wide.py`, and by whatever plans work differently: a row's result here depends on that row,
-the cell and its mask alone, so how rows are tiled and batched never shows in the bits. For the CPU's matrix kernels that
-holds at some numbers of rows and not at others, which differ between machines: `row_rules` measures them, and whether
-half a cell will do; `python -m radixkv_kernels.selftest` says what it found.
+the cell and its mask alone, so how rows are tiled and batched never shows in the bits. For the CPU's matrix kernels
+that holds at some numbers of rows and not at others, which differ between machines: `row_rules` measures them, and
+whether half a cell will do; `python -m radixkv_kernels.selftest` says what it found.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CellMath:
         slopes = None
         if tensors.alibi_slopes is not None:
             slopes = tensors.alibi_slopes.view(spec.num_kv_heads, 1, spec.group_size)
-        rows, halves = _rule(flash, dtype, spec.head_dim, spec.v_head_dim) if on_cpu else (ANY_ROWS, False)
+        rows, halves = rule_of_cells(flash, dtype, spec.head_dim, spec.v_head_dim) if on_cpu else (ANY_ROWS, False)
         return CellMath(flash, halves, dtype, scale, head_scale, spec.softcap, slopes, rows)
 
 
@@ -219,7 +219,7 @@ def attention_row_rule(
         plain: without softcap, alibi_slopes and a k_scale that differs between heads.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    return _rule(*_kernel(dtype, head_dim, v_head_dim, plain), head_dim, v_head_dim)[0]
+    return rule_of_cells(*_kernel(dtype, head_dim, v_head_dim, plain), head_dim, v_head_dim)[0]
 
 
 def _kernel(dtype: torch.dtype, head_dim: int, v_head_dim: int, plain: bool) -> tuple[bool, torch.dtype]:
@@ -229,7 +229,7 @@ def _kernel(dtype: torch.dtype, head_dim: int, v_head_dim: int, plain: bool) -> 
     return flash, torch.bfloat16 if flash and dtype == torch.bfloat16 else torch.float32
 
 
-def _rule(flash: bool, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[RowRule, bool]:
+def rule_of_cells(flash: bool, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[RowRule, bool]:
     """(the rule of rows of `cell_partials`, whether a cell whose later half no row sees may be computed by half)."""
     shape = f"head_dim {head_dim}" + (f" and {v_head_dim}" if v_head_dim != head_dim else "")
     name = f"{'fused' if flash else 'plain'} attention, {str(dtype)[6:]}, {shape}"
@@ -257,7 +257,7 @@ def _trial(math: CellMath, head_dim: int, v_head_dim: int, halves: bool) -> Way:
     and of more; with `halves` also those of which half is seen, whole and by half."""
     problems = []
     for tokens in (CELL_SIZE, HALF_CELL) if halves else (CELL_SIZE,):
-        for make in (_scores_cancel, _values_cancel):
+        for make in (scores_cancel, values_cancel):
             scale, q, k, v = make(math.compute_dtype, tokens, head_dim, v_head_dim)
             more = CELL_SIZE - tokens
             k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (k, v))
@@ -292,7 +292,7 @@ def _cells(math: CellMath, seen: int, q: Tensor, k: Tensor, v: Tensor, rows: int
     return torch.cat(found)
 
 
-def _scores_cancel(
+def scores_cancel(
     dtype: torch.dtype, tokens: int, head_dim: int, v_head_dim: int
 ) -> tuple[float, Tensor, Tensor, Tensor]:
     """q . k is zero but for rounding, and the scale makes that large."""
@@ -301,7 +301,7 @@ def _scores_cancel(
     return 2.0**20, q, k, normal(gen, tokens, v_head_dim, dtype=dtype)
 
 
-def _values_cancel(
+def values_cancel(
     dtype: torch.dtype, tokens: int, head_dim: int, v_head_dim: int
 ) -> tuple[float, Tensor, Tensor, Tensor]:
     """Keys in pairs of equal scores and opposite values, of sizes far apart."""
