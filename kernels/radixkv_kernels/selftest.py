@@ -38,7 +38,7 @@ class Difference:
 
 def differences(head_dims: tuple[int, ...] = (64, 80, 128, 256), num_kv_heads: int = 3) -> list[Difference]:
     """Every difference found; empty where the promise holds. Restores the number of threads."""
-    found = []
+    found: list[Difference] = []
     before = torch.get_num_threads()
     try:
         for threads in sorted({1, 2, before}):

@@ -6,7 +6,7 @@ fewer numbers of them differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from radixkv_kernels.row_rules import RowRule, Way, cancelling, rule_of
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes. Some libraries choose a kernel by where an operand begins: all begin at a multiple of this, as in the trial."""
+"""Bytes. Some libraries choose a kernel by where an operand begins; all begin at multiples of this, as in the trial."""
 _CALL_ROWS = 48
 _MOST_WORK = 1 << 32
 """Multiplications of the largest size that a rule is chosen by."""
@@ -68,4 +68,8 @@ _WAYS = (_rows_first, _weight_first)
 def _trial(size_in: int, size_out: int, dtype: torch.dtype, biased: bool) -> Sequence[Way]:
     x, weight = cancelling(size_out, size_in, dtype=dtype)
     bias = weight.new_zeros(size_out) if biased else None
-    return [lambda rows, way=way: way(x.repeat(rows, 1), weight, bias) for way in _WAYS]
+
+    def of(way: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Way:
+        return lambda rows: way(x.repeat(rows, 1), weight, bias)
+
+    return [of(way) for way in _WAYS]

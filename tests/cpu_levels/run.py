@@ -1,11 +1,12 @@
-"""Do rows keep their bits on other CPUs too? Both self-tests and the tests of bits under each level that this CPU can be.
+"""Do rows keep their bits on other CPUs? Both self-tests and the tests of bits under each level that this CPU can be.
 
     python tests/cpu_levels/run.py             all levels, a table, exit status 1 if one fails
     python tests/cpu_levels/run.py AVX2 Intel  those whose name has all of these words
 
-A level is what the libraries are told of the CPU, in the environment of a process of its own: oneDNN's and ATen's vector
-instructions, and whether MKL takes the paths of an Intel CPU or of AMD's (it is asked through three functions, which
-a few lines of C replace; needs gcc). Each runs with one thread and with two. A level above the CPU's is skipped by name.
+A level is what the libraries are told of the CPU, in the environment of a process of its own: oneDNN's and ATen's
+vector instructions, and whether MKL takes the paths of an Intel CPU or of AMD's (it is asked through three functions,
+which a few lines of C replace; needs gcc). Each runs with one thread and with two. A level above the CPU's is skipped
+by name.
 """
 
 import os
@@ -23,6 +24,7 @@ RUNS = {
     "engine's self-test": ("radixkv.selftest", "--runs", "2"),
     "engine's, bfloat16": ("radixkv.selftest", "--runs", "1", "--dtype", "bfloat16"),
     "rules": (*PYTEST, "tests/kernels/test_row_rules.py", "tests/kernels/test_selftest.py"),
+    "elements": (*PYTEST, "tests/kernels/test_elementwise.py"),
     "attention": (*PYTEST, "tests/kernels/test_invariance.py"),
     "tree attention": (*PYTEST, "tests/kernels/test_tree_attention.py"),
     "model": (*PYTEST, "tests/model/test_invariance.py"),

@@ -175,8 +175,8 @@ def _flash(math: CellMath, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | No
         elif len(q) == 1:
             if seen is not None:
                 seen = seen[0].unflatten(0, (pieces, -1))
-            of_all = (x.expand(pieces, -1, -1, -1) for x in (k, v))
-            lse, out = _fused(math.scale, _stacked(part, pieces), *of_all, seen)
+            keys, values = (x.expand(pieces, -1, -1, -1) for x in (k, v))
+            lse, out = _fused(math.scale, _stacked(part, pieces), keys, values, seen)
             found.append((_unstacked(lse), _unstacked(out)))
         else:
             sees = [None] * pieces if seen is None else seen.chunk(pieces, 1)
