@@ -537,12 +537,6 @@ FAULTS = [
         STEPPING,
     ),
     Fault(
-        "kept plans: lengths below the rows",
-        "np.maximum(begin + 1, q_lens) if causal else begin + 1",
-        "begin + 1",
-        ("tests/kernels/test_planner.py", "-k", "below_the_rows"),
-    ),
-    Fault(
         "kept plans: not for a window that hides nothing shared",
         "        hides = whole > 0\n",
         "        hides = lo > 0\n",
