@@ -6,12 +6,15 @@ import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from attention_problems import Problem
 from radixkv_kernels import paged_attention, triton_impl
 from radixkv_kernels.triton_impl import attention
 from radixkv_kernels.triton_impl.config import Config
+from triton.runtime import interpreter
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
@@ -45,6 +48,24 @@ def one_sequence(call: dict[str, Any], s: int, first: int, last: int, start: int
         "block_table": call["block_table"][s : s + 1],
         "seq_lens": torch.tensor([seq_len], dtype=torch.int32),
     }
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_row_of_a_product_has_its_bits_at_any_place_of_a_tile(transposed: bool) -> None:
+    """What the interpreter must give for any of this to be tested on it."""
+    gen = np.random.default_rng(0)
+
+    def handle(values: np.ndarray) -> interpreter.TensorHandle:
+        return interpreter.TensorHandle(values, tl.float32)
+
+    row, b = gen.standard_normal((1, 64), np.float32), gen.standard_normal((64, 64), np.float32)
+    a = gen.standard_normal((64, 64), np.float32)
+    a[::3] = row
+    zeros = handle(np.zeros((64, 64), np.float32))
+    dot = interpreter.interpreter_builder.create_dot
+    got = dot(handle(a), handle(b.T if transposed else b), zeros, None, 0).data[::3]
+    assert (got == got[0]).all()
+    assert np.allclose(got[0], (row.astype(np.float64) @ (b.T if transposed else b))[0], atol=1e-4)
 
 
 def test_alone_equals_batched_in_any_order(features: dict[str, Any]) -> None:

@@ -1,8 +1,10 @@
 """Triton's interpreter made exact in bfloat16, and made to notice addresses outside the launch's tensors.
 
 The interpreter keeps bf16 as uint16 bits and computes on those bits as if they were integers, and truncates where it
-should round to nearest even. `install()` replaces the arithmetic by float32 arithmetic with one rounding, and checks
-every load and store against the tensors passed to the launch (a wrong address would read whatever memory is there).
+should round to nearest even. Its products are a library's, in which the bits of a row may depend on the row's place in
+the tile. `install()` replaces the arithmetic by float32 arithmetic with one rounding and one order of adding, and
+checks every load and store against the tensors passed to the launch (a wrong address would read whatever memory is
+there).
 
 Used by the tests of Triton kernels only. Works on triton 3.6 and 3.7.
 """
@@ -76,7 +78,12 @@ def _make_bf16_exact(builder: Any) -> None:
         return originals["create_fp_to_fp"](self, source, target, rounding)
 
     def create_dot(self: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
-        return originals["create_dot"](self, _widen(a), _widen(b), accumulator, *options)
+        """Adds in one order for every row, as a GPU does; libraries choose another for some places in a tile."""
+        if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+            return originals["create_dot"](self, a, b, accumulator, *options)
+        total = accumulator.data
+        left, right = (np.ascontiguousarray(_widen(x).data, dtype=total.dtype) for x in (a, b))
+        return interpreter.TensorHandle(np.einsum("ik,kj->ij", left, right) + total, accumulator.dtype.scalar)
 
     def binary_op(self: Any, a: Any, b: Any, operation: Any) -> Any:
         if not (_is_bf16(a) or _is_bf16(b)):

@@ -156,7 +156,7 @@ class TreePlan:
         most = int(lens.max(initial=0))
         room = table.shape[1] * block_size
         expect(most <= room, "seq_lens", f"at most block_size * max_blocks = {room} tokens", most)
-        extents = Extents.of(lens, q_lens, cell_size, window, causal)
+        extents = Extents.of(lens, q_lens, cell_size, window)
         active = np.flatnonzero(q_lens)
         some = table if len(active) == len(lens) else table[active]
         whole, full = extents.whole[active], extents.full[active]

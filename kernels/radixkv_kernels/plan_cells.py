@@ -31,21 +31,18 @@ class Extents:
     high: np.ndarray
 
     @staticmethod
-    def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None, causal: bool) -> Extents:
+    def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None) -> Extents:
         """seq_lens, q_lens [num_seqs] int64, as `plan.check_lengths` lets them pass; a causal window. O(num_seqs)."""
         if window is None and np.minimum(seq_lens, q_lens).min(initial=1) > 0:
             full = (seq_lens - 1) // cell_size
             zero = np.zeros(full.shape, dtype=np.int64)
-            begin = full * cell_size
-            low = np.maximum(begin + 1, q_lens) if causal else begin + 1
-            return Extents(zero, full + 1, zero, full, low, begin + cell_size)
+            low = full * cell_size + 1
+            return Extents(zero, full + 1, zero, full, low, low + (cell_size - 1))
         busy = (seq_lens > 0) & (q_lens > 0)
         # a cell counts as full once a later one exists, so a sequence changes its cells once a cell_size tokens
         full = np.where(busy, (seq_lens - 1) // cell_size, 0)
         last = np.where(busy, full + 1, 0)
         low, high = np.where(busy, full * cell_size + 1, 0), np.where(busy, last * cell_size, 0)
-        if causal:
-            low = np.where(busy, np.maximum(low, q_lens), low)
         unseen = q_lens == 0
         high = np.where(unseen, np.iinfo(np.int64).max, high)
         if window is None:

@@ -156,7 +156,7 @@ class TreePlanner:
             return known[0]
         cu = cu.astype(np.int64)
         q_lens = check_lengths(self.config, lens, cu, len(rows))
-        extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window, self.config.causal)
+        extents = Extents.of(lens, q_lens, self.config.cell_size, self.config.window)
         active = q_lens.nonzero()[0]
         some, whole, full = rows, extents.whole, extents.full
         if len(active) < len(rows):

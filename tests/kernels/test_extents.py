@@ -11,9 +11,9 @@ from radixkv_kernels.plan_cells import Extents
 CELL = 8
 
 
-def of(length: int, rows: int, window: int | None, causal: bool) -> tuple[int, ...]:
+def of(length: int, rows: int, window: int | None) -> tuple[int, ...]:
     """Of one sequence: first, last, whole, full, low, high."""
-    extents = Extents.of(np.array([length]), np.array([rows]), CELL, window, causal)
+    extents = Extents.of(np.array([length]), np.array([rows]), CELL, window)
     return tuple(int(getattr(extents, name)[0]) for name in ("first", "last", "whole", "full", "low", "high"))
 
 
@@ -22,19 +22,12 @@ def test_the_cells_are_the_same_where_a_plan_holds_and_nowhere_else(seed):
     rng = random.Random(seed)
     rows = rng.choice([0, 1, 1, 2, rng.randint(1, 30)])
     window = rng.choice([None, 1, rng.randint(1, 20), rng.randint(1, 60)])
-    causal = rng.random() < 0.8
-    lengths = [n for n in range(80) if not causal or n == 0 or n >= rows]
-    found = {n: of(n, rows, window, causal) for n in lengths}
-    for length in lengths:
+    found = {n: of(n, rows, window) for n in range(80)}
+    for length in found:
         *cells, low, high = found[length]
-        for other in lengths:
+        for other in found:
             # an empty sequence's rows see nothing at all, which is a cell range of its own
             assert (low <= other <= high) == ([*cells, low, high] == list(found[other])), (length, other)
             if rows and not low <= other <= high:
                 busy = bool(length) != bool(other)
                 assert busy or cells != list(found[other][:4]), (length, other)
-
-
-def test_a_length_below_the_rows_is_not_served():
-    extents = Extents.of(np.array([300]), np.array([280]), 256, None, True)
-    assert extents.holds(np.array([280])) and not extents.holds(np.array([279]))

@@ -327,14 +327,6 @@ def test_an_interrupted_planner_plans_right_or_not_at_all():
     assert refused > 50 and line > 200
 
 
-def test_lengths_below_the_rows_are_refused_where_a_plan_is_kept_too():
-    planner = TreePlanner(PlanConfig(16, 8, 2))
-    planner.add("a", range(20))
-    planner.plan(["a"], np.array([300]), np.array([0, 280]))
-    with pytest.raises(ValueError, match="seq_lens: expected at least"):
-        planner.plan(["a"], np.array([270]), np.array([0, 280]))
-
-
 def test_ids_that_are_none_are_refused_by_name():
     planner = TreePlanner(PlanConfig(16, 4, 2))
     planner.add("a", range(20))
