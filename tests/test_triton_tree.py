@@ -102,21 +102,21 @@ def test_many_random_forests(start):
     assert check_forests(range(start, start + 50)) >= 10
 
 
-def step(seeds: range) -> Counts:
+def step(seeds: range, longest: int, steps: int) -> Counts:
     """Forests that step, in cells of 128 tokens."""
     fixed = {"alibi_slopes": None, "implementation": "triton"}
-    return check_many(seeds, tile_of, longest=420, most_seqs=4, steps=5, fixed=fixed)
+    return check_many(seeds, tile_of, longest=longest, most_seqs=4, steps=steps, fixed=fixed)
 
 
 def test_stepping_forests():
-    counts = step(range(4))
-    assert counts.kept > 2, counts
+    counts = step(range(2), 200, 3)
+    assert counts.kept > 0, counts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_many_stepping_forests(start):
-    counts = step(range(start, start + 20))
+    counts = step(range(start, start + 20), 420, 5)
     assert counts.kept > counts.steps // 8 and counts.crossed > 0, counts
 
 
