@@ -5,6 +5,7 @@
 #   make experiments                      every experiment at its smallest;  make report  all of them, and a page
 #   make model                            fetches SmolLM2-135M-Instruct (98 MB) into models/
 #   make mutants                          would the tests notice? plants faults, one at a time
+#   make test-cpus                        the tests of equal bits on other CPUs, emulated; ARGS="AVX2 Intel" for some
 #   make test                             the tests;  make test-slow  the long ones;  make lint  style and types
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ ARGS ?=
 # Threads that spin while they wait ruin small models where other work shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: compare inspect experiments report model index-cost test test-slow mutants lint format clean
+.PHONY: compare inspect experiments report model index-cost test test-slow test-cpus mutants lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +45,9 @@ test: $(READY)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
+
+test-cpus: $(READY)
+	$(BIN)/python tests/cpu_levels/run.py $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow -n auto $(ARGS)

@@ -43,7 +43,8 @@ class Runner:
         tree_plans: what was found to be shared.
 
     Raises:
-        ValueError: a size below 1, a dtype that does not work here, or another `tree_attention`.
+        ValueError: a size below 1, a dtype that does not work here, another `tree_attention`, or `deterministic` on a
+            CPU whose libraries have no number of rows at which a row's bits are its own; the message has the remedy.
     """
 
     def __init__(
@@ -82,6 +83,10 @@ class Runner:
     def deterministic(self) -> bool:
         return self._decoder.deterministic
 
+    def linear_shapes(self) -> list[tuple[int, int, torch.dtype, bool]]:
+        """(in, out, dtype, whether there is a bias) of every product with weights, each once."""
+        return self._decoder.linear_shapes()
+
     @property
     def kv_bytes_per_block(self) -> int:
         """Keys and values of one block, in all layers."""
@@ -104,10 +109,12 @@ class Runner:
 
         Raises:
             ValueError: a token, position or block that does not exist, or too few of them. Copies have run by then, and
-                after any other failure in here KV may be half written.
+                after any other failure in here KV may be half written. Or: the number of threads has changed to one at
+                which bits can't be promised; nothing has been done then.
 
         Cost: O(num_tokens * num_parameters) and the attention.
         """
+        self._decoder.check_rows()
         self.copy(batch.copies)
         if not batch.sequences:
             return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=self.device)

@@ -1,7 +1,7 @@
 """Small paged-attention calls for tests: ragged, shuffled over the cache, everything unseen poisoned with NaN.
 
 `Problem` is a plain description, so that a failing case prints as what it is; `build` makes the arguments of
-`radixkv_kernels.paged_attention`, and `plain_torch` is the error that a user would have without it.
+`radixkv_kernels.paged_attention`, and `exactly` the result in float64.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.rounding import Exact, attention
 
 FP8 = torch.float8_e4m3fn
 
@@ -103,17 +105,13 @@ def _scale(kind: str, value: float, num_kv_heads: int) -> float | Tensor | None:
     return value if kind == "tensor" else value * (1 + torch.arange(num_kv_heads))
 
 
-def plain_torch(call: dict[str, Any], problem: Problem) -> Tensor:
-    """The same attention in a few lines of torch in the call's dtype, a sequence at a time: out."""
-    dtype = problem.dtype
-    scale = problem.head_dim**-0.5
-    out = torch.zeros(call["out"].shape, dtype=dtype)
+def exactly(call: dict[str, Any], problem: Problem) -> Exact:
+    """The same attention in float64, a sequence at a time, and what roundings may do."""
+    parts = []
     start = 0
     for s, (length, q_len) in enumerate(zip(problem.seq_lens, problem.q_lens, strict=True)):
-        rows = slice(start, start + q_len)
+        q = call["q"][start : start + q_len]
         start += q_len
-        if length == 0:
-            continue
         blocks = -(-length // problem.block_size)
         if problem.ragged:
             first = int(call["kv_indptr"][s])
@@ -122,34 +120,18 @@ def plain_torch(call: dict[str, Any], problem: Problem) -> Tensor:
             ids = call["block_table"][s, :blocks].long()
         gathered = []
         for name in ("k", "v"):
-            cache = call[f"{name}_cache"][ids.clamp_min(0)].float().flatten(0, 1)[:length].nan_to_num(0.0)
+            cache = call[f"{name}_cache"][ids.clamp_min(0)].double().flatten(0, 1)[:length].nan_to_num(0.0)
             if call[f"{name}_scale"] is not None:
-                cache = cache * torch.as_tensor(call[f"{name}_scale"]).reshape(-1, 1)
-            gathered.append(cache.to(dtype).repeat_interleave(problem.group, 1).transpose(0, 1))
-        k, v = gathered
-        scores = (call["q"][rows].transpose(0, 1) @ k.transpose(1, 2)).float() * scale
-        if problem.softcap:
-            scores = problem.softcap * torch.tanh(scores / problem.softcap)
-        position = torch.arange(length - q_len, length)[:, None]
-        token = torch.arange(length)[None]
+                cache = cache * torch.as_tensor(call[f"{name}_scale"], dtype=torch.float64).reshape(-1, 1)
+            gathered.append(cache)
+        distance = torch.arange(length - q_len, length)[:, None] - torch.arange(length)
         hidden = torch.zeros(q_len, length, dtype=torch.bool)
         if problem.causal:
-            hidden |= token > position
+            hidden |= distance < 0
         if problem.window:
-            hidden |= token <= position - problem.window
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if problem.sinks:
-            sink = call["sinks"][:, None, None].expand(-1, q_len, 1)
-            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        out[rows] = (weights.to(dtype) @ v).transpose(0, 1)
-    return out
-
-
-def relative_error(got: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm; NaN where got has one."""
-    return float((got.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-30))
+            hidden |= distance >= problem.window
+        parts.append(attention(q, *gathered, hidden=hidden, softcap=problem.softcap, sinks=call["sinks"]))
+    return Exact.joined(parts)
 
 
 def pairwise(factors: dict[str, Sequence[Any]], seed: int, tries: int = 40) -> list[dict[str, Any]]:

@@ -48,7 +48,13 @@ ARROWS = {
     },
     "radixkv.model": {"radixkv.request", "radixkv_kernels"},
     "radixkv.generation": {"radixkv.request"},
-    "radixkv.selftest": {"radixkv.engine", "radixkv.request", "radixkv.sequence"},
+    "radixkv.selftest": {
+        "radixkv.engine",
+        "radixkv.model",
+        "radixkv.request",
+        "radixkv.sequence",
+        "radixkv_kernels",
+    },
     "radixkv.prompts": {"radixkv.model"},
     "radixkv.metrics": {"radixkv.generation", "radixkv.step_stats"},
     "radixkv.stepper": {

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_engine import make_engine, tiny_model
 
 from radixkv import stepper
+from radixkv.generation import Sample
 from radixkv.model import transformer
 from radixkv.request import SamplingParams
 
@@ -181,6 +182,25 @@ def test_an_abort_that_comes_too_late(model, wanted):
     while engine.has_unfinished_requests:
         engine.step()
     assert [output.token_ids for output in generation.output().outputs] == wanted[0][0]
+
+
+def test_an_interrupted_abort_is_not_forgotten(model, wanted, monkeypatch):
+    """Neither is the one behind it; the request beside them gives the tokens that it would have given."""
+    engine = make_engine(model)
+    for index in range(3):
+        engine.add_request(PROMPTS[index], PARAMS[index], request_id=str(index))
+    kept = [engine.generation(str(index)) for index in range(3)]
+    engine.step()
+    monkeypatch.setattr(Sample, "end", every_nth(Sample.end, 1, MemoryError("planted")))
+    engine.abort("0")
+    engine.abort("2")
+    with pytest.raises(MemoryError, match="planted"):
+        engine.step()
+    monkeypatch.undo()
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert [kept[index].output().outputs[0].finish_reason for index in range(3)] == ["abort", "length", "abort"]
+    assert [output.token_ids for output in kept[1].output().outputs] == wanted[1][0]
 
 
 def test_cancellation_at_every_await(model, wanted):

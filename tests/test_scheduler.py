@@ -349,3 +349,21 @@ def test_random_runs_give_every_request_its_own_tokens(name, block_size):
         assert sizes.private == sizes.pinned == 0
     assert all(met[what] > 5 for what in met if what != "hit"), met
     assert (met["hit"] > 100) == (name != "null")
+
+
+@pytest.mark.parametrize("has_copied", [False, True])
+def test_a_fork_has_computed_what_is_its_own_once_its_copies_have_run(has_copied):
+    """Ended before that, it leaves nothing in the cache: its last block was never written."""
+    scheduler = Scheduler(KVManager(RadixCache(16), 20))
+    prompt = tuple(range(44))
+    scheduler.add(Request("x", prompt, SamplingParams(n=2, max_tokens=4)))
+    scheduler.schedule()
+    (sequence,) = scheduler.batch
+    scheduler.commit()
+    other, copies = scheduler.fork(sequence, 1)
+    assert [copy.num_tokens for copy in copies] == [12]
+    if has_copied:
+        scheduler.copied(other, sequence)
+    scheduler.finish(other)
+    scheduler.manager.check()
+    assert scheduler.manager.cache.peek(prompt) == (44 if has_copied else 32)

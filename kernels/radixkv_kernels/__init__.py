@@ -7,6 +7,7 @@ from .plan_stats import PlanStats
 from .plan_tensors import PlanBuffers, PlanTensors
 from .planner import TreePlanner
 from .selection import plan_tile
+from .torch_impl import attention_row_rule
 
 __all__ = [
     "PlanBuffers",
@@ -16,6 +17,7 @@ __all__ = [
     "TreePlan",
     "TreePlanner",
     "UnsupportedImplementation",
+    "attention_row_rule",
     "copy_blocks",
     "merge_states",
     "paged_attention",

@@ -1,11 +1,12 @@
 """The arithmetic of a layer, in two manners: invariant (a row's bits depend on that row alone) and plain.
 
-Used by `transformer`. On a CPU the bits of a row of `linear` differ between few rows and many, and those of torch's
-silu and GELU between the end of a buffer and its middle. Invariant arithmetic pads rows to a multiple of ROW_MULTIPLE
-and writes activations by `exp` and `erf`, which do not differ. RMSNorm is invariant as it is.
-On a GPU, libraries choose a matrix product's kernel by its number of rows, so rows are computed in tiles of one size.
+Used by `transformer`. On a CPU the bits of a row of a product depend on how many rows go into it, and those of torch's
+silu and GELU on whether the row is at the end of a buffer or in its middle. Invariant arithmetic computes products by
+measured rules of rows (`row_linear`), and writes activations by `exp` and `erf`, which do not differ. RMSNorm is
+invariant as it is. On a GPU, libraries choose a matrix product's kernel by its number of rows, so rows are computed in
+tiles of one size.
 
-What is invariant was found by trial, not promised by torch: tests/model/test_invariance.py tries it on this machine.
+That of activations was found by trial, not promised by torch: tests/model/test_invariance.py tries it on this machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROW_MULTIPLE = 16
+from radixkv.model import row_linear
+from radixkv.model.weights import ModelWeights
+
 GPU_TILE_ROWS = 128
 _GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 
@@ -25,12 +28,12 @@ _GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 class Arithmetic(Protocol):
     """How rows are computed; stateless."""
 
-    def padded(self, num_rows: int) -> int:
-        """Rows that a batch of num_rows is to be padded to."""
+    def prepared(self, weights: ModelWeights) -> ModelWeights:
+        """The weights as `linear` wants them; the same tensors where they are."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [padded rows, in], weight [out, in], bias [out] -> [padded rows, out], all of one dtype."""
+        """x [rows, in], weight [out, in], bias [out] -> [rows, out], all of one dtype."""
         ...
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -41,8 +44,8 @@ class Arithmetic(Protocol):
 class PlainArithmetic:
     """torch's own operations on as many rows as there are."""
 
-    def padded(self, num_rows: int) -> int:
-        return num_rows
+    def prepared(self, weights: ModelWeights) -> ModelWeights:
+        return weights
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -57,12 +60,12 @@ class PlainArithmetic:
 class InvariantArithmetic:
     """A row's bits are the same in every batch, at every place in it."""
 
-    def padded(self, num_rows: int) -> int:
-        return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    def prepared(self, weights: ModelWeights) -> ModelWeights:
+        return weights.mapped(row_linear.aligned) if weights.embedding.device.type == "cpu" else weights
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.device.type == "cpu":
-            return F.linear(x, weight, bias)
+            return row_linear.linear(x, weight, bias)
         result = x.new_empty(x.shape[0], weight.shape[0])
         for start in range(0, x.shape[0], GPU_TILE_ROWS):
             rows = x[start : start + GPU_TILE_ROWS]

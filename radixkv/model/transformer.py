@@ -7,17 +7,23 @@ what another sequence of the batch computes in this very step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from radixkv_kernels import TreePlan, paged_attention, store_kv
+from radixkv_kernels import TreePlan, attention_row_rule, paged_attention, store_kv
+from radixkv_kernels.row_rules import measured, settings
 from torch import Tensor
 
 from radixkv.model.layers import Arithmetic, InvariantArithmetic, PlainArithmetic, rms_norm
 from radixkv.model.rope import rope_table, rotate
+from radixkv.model.row_linear import linear_rule
 from radixkv.model.weights import LayerWeights, Model
+
+_log = logging.getLogger("radixkv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +57,48 @@ class Decoder:
     Args:
         model: its weights on one device, of one dtype.
         deterministic: every row's bits are independent of the batch (see `layers`); else the plain operations.
+
+    Raises:
+        ValueError: deterministic, and this CPU's libraries have no number of rows at which that is so.
     """
 
     def __init__(self, model: Model, *, deterministic: bool) -> None:
         config, weights = model.config, model.weights
         self.config = config
-        self.weights = weights
         self.deterministic = deterministic
         self._arithmetic: Arithmetic = InvariantArithmetic() if deterministic else PlainArithmetic()
+        self.weights = weights = self._arithmetic.prepared(weights)
+        self._checked: Hashable = None
+        self.check_rows()
         # Made on the CPU, whatever the device: the same table everywhere.
         tables = rope_table(config.rope, config.head_dim, config.max_positions)
         self._cosines, self._sines = (table.to(weights.embedding.device)[:, None] for table in tables)
+
+    def check_rows(self) -> None:
+        """Sees to it that all products have rules of rows for the present number of threads, where bits are promised.
+
+        Raises:
+            ValueError: one has none, and the remedy.
+
+        O(1), but the first time for a number of threads, when shapes are measured that no model of this process had.
+        """
+        if not self.deterministic or self.weights.embedding.device.type != "cpu" or settings() == self._checked:
+            return
+        began, known = time.perf_counter(), len(measured())
+        for shape in self.linear_shapes():
+            linear_rule(*shape).require()
+        attention_row_rule(self.weights.embedding.dtype, self.config.head_dim).require()
+        self._checked = settings()
+        _log.info("rules of rows: %d measured in %.2f s", len(measured()) - known, time.perf_counter() - began)
+
+    def linear_shapes(self) -> list[tuple[int, int, torch.dtype, bool]]:
+        """(in, out, dtype, whether there is a bias) of every product with weights, each once."""
+        products: list[tuple[Tensor, Tensor | None]] = [(self.weights.head, None)]
+        for layer in self.weights.layers:
+            products += [(layer.qkv, layer.qkv_bias), (layer.o, layer.o_bias)]
+            products += [(layer.gate_up, layer.gate_up_bias), (layer.down, layer.down_bias)]
+        shapes = {(w.shape[1], w.shape[0], w.dtype, bias is not None) for w, bias in products}
+        return sorted(shapes, key=str)
 
     def forward(self, step: ForwardInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Computes all rows, writes their KV, and returns the wanted logits.
@@ -76,13 +113,9 @@ class Decoder:
 
         Cost: O(num_rows * num_parameters + rows * visible KV).
         """
-        num_rows = step.token_ids.shape[0]
-        more = self._arithmetic.padded(num_rows) - num_rows
-        token_ids, positions = F.pad(step.token_ids, (0, more)), F.pad(step.positions, (0, more))
-        x = F.embedding(token_ids, self.weights.embedding)  # [padded rows, hidden]
-        angles = self._cosines[positions], self._sines[positions]
-        # Rows of the padding belong to no sequence, so attention leaves them at zero in every layer.
-        attended = x.new_zeros(x.shape[0], self.config.num_q_heads, self.config.head_dim)
+        x = F.embedding(step.token_ids, self.weights.embedding)  # [num_rows, hidden]
+        angles = self._cosines[step.positions], self._sines[step.positions]
+        attended = x.new_empty(x.shape[0], self.config.num_q_heads, self.config.head_dim)
         for index, layer in enumerate(self.weights.layers):
             x = x + self._attention(index, layer, x, angles, step, (k_cache[index], v_cache[index]), attended)
             x = x + self._mlp(layer, x)
@@ -98,7 +131,7 @@ class Decoder:
         caches: tuple[Tensor, Tensor],
         out: Tensor,
     ) -> Tensor:
-        config, num_rows = self.config, step.token_ids.shape[0]
+        config = self.config
         hidden = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
         heads = self._arithmetic.linear(hidden, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, config.head_dim)
         q, k, v = heads.split((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
@@ -106,7 +139,7 @@ class Decoder:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q, k = rotate(q, *angles), rotate(k, *angles)
-        store_kv(k[:num_rows], v[:num_rows], *caches, step.slot_mapping, validate=False)
+        store_kv(k, v, *caches, step.slot_mapping, validate=False)
         paged_attention(
             q,
             *caches,
@@ -127,9 +160,7 @@ class Decoder:
         return self._arithmetic.linear(gated, layer.down, layer.down_bias)
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        num_logits = rows.shape[0]
-        if not num_logits:
+        if not rows.shape[0]:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        chosen = F.pad(x[rows], (0, 0, 0, self._arithmetic.padded(num_logits) - num_logits))
-        hidden = rms_norm(chosen, self.weights.norm, self.config.rms_norm_eps)
-        return self._arithmetic.linear(hidden, self.weights.head, None)[:num_logits].float()
+        hidden = rms_norm(x[rows], self.weights.norm, self.config.rms_norm_eps)
+        return self._arithmetic.linear(hidden, self.weights.head, None).float()

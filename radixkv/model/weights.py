@@ -6,6 +6,7 @@ Query, key and value weights are stored as one matrix, gate and up weights as an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -51,10 +52,14 @@ class ModelWeights:
 
     def to(self, dtype: torch.dtype, device: torch.device) -> ModelWeights:
         """These weights in another form; the same tensors where it is theirs already."""
-        embedding = self.embedding.to(device, dtype)
-        head = embedding if self.head is self.embedding else self.head.to(device, dtype)
-        layers = tuple(_converted(layer, dtype, device) for layer in self.layers)
-        return ModelWeights(embedding, layers, self.norm.to(device, dtype), head)
+        return self.mapped(lambda tensor: tensor.to(device, dtype))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ModelWeights:
+        """`change` of every tensor; a head that is the embedding stays so."""
+        embedding = change(self.embedding)
+        head = embedding if self.head is self.embedding else change(self.head)
+        layers = tuple(_mapped(layer, change) for layer in self.layers)
+        return ModelWeights(embedding, layers, change(self.norm), head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +176,9 @@ def _listed(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _converted(layer: LayerWeights, dtype: torch.dtype, device: torch.device) -> LayerWeights:
+def _mapped(layer: LayerWeights, change: Callable[[Tensor], Tensor]) -> LayerWeights:
     tensors: dict[str, Any] = {}
     for field in fields(layer):
         tensor = getattr(layer, field.name)
-        tensors[field.name] = None if tensor is None else tensor.to(device, dtype)
+        tensors[field.name] = None if tensor is None else change(tensor)
     return LayerWeights(**tensors)

@@ -15,6 +15,8 @@ import torch
 from radixkv_kernels import TreePlan, paged_attention, tree_attention
 from torch import Tensor
 
+from tests.rounding import Exact, attention
+
 FP8 = torch.float8_e4m3fn
 BLOCK_SIZES = (1, 3, 16, 64)
 
@@ -222,41 +224,31 @@ class Call:
         assert isinstance(result, tuple)
         return result
 
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """The same in float64, sequence by sequence."""
+    def exact(self) -> Exact:
+        """The same in float64, sequence by sequence, and what roundings may do."""
         forest, arguments = self.forest, self.arguments
-        group = forest.group_size
-        outs, lses = [], []
+        parts = []
         for s, n in enumerate(forest.seq_lens.tolist()):
-            q = self.q[forest.cu[s] : forest.cu[s + 1]].double()
+            q = self.q[forest.cu[s] : forest.cu[s + 1]]
             tokens = torch.arange(int(forest.lo()[s]), n)
             blocks = torch.from_numpy(forest.table[s]).long()[tokens // forest.block_size]
             kv = [c[blocks, tokens % forest.block_size].double() for c in self.caches]
             for i, name in enumerate(("k_scale", "v_scale")):
                 if arguments[name] is not None:
                     kv[i] = kv[i] * arguments[name].double().reshape(-1, 1)
-            k, v = (x.repeat_interleave(group, 1) for x in kv)
-            x = torch.einsum("qhd,thd->hqt", q, k) * q.shape[2] ** -0.5
-            if arguments["softcap"] is not None:
-                x = arguments["softcap"] * torch.tanh(x / arguments["softcap"])
             distance = (n - len(q) + torch.arange(len(q)))[:, None] - tokens
-            if arguments["alibi_slopes"] is not None:
-                x = x - arguments["alibi_slopes"].double()[:, None, None] * distance.abs()
             hidden = torch.zeros(distance.shape, dtype=torch.bool)
             if forest.causal:
                 hidden |= distance < 0
             if forest.window is not None:
                 hidden |= distance >= forest.window
-            x = x.masked_fill(hidden, -torch.inf)
-            empty = hidden.all(1)
-            if arguments["sinks"] is not None:
-                sinks = arguments["sinks"].double()[:, None, None].expand(-1, len(q), 1)
-                x = torch.cat((x, sinks.masked_fill(empty[:, None], -torch.inf)), 2)
-            lse = torch.logsumexp(x, 2)
-            p = torch.exp(x - lse[..., None])[..., : len(tokens)].masked_fill(empty[:, None], 0.0)
-            outs.append(torch.einsum("hqt,thd->qhd", p, v))
-            lses.append(lse.T)
-        return torch.cat(outs), torch.cat(lses)
+            options = {
+                "softcap": arguments["softcap"],
+                "slopes": arguments["alibi_slopes"],
+                "sinks": arguments["sinks"],
+            }
+            parts.append(attention(q, *kv, hidden=hidden, distance=distance, **options))
+        return Exact.joined(parts)
 
 
 def random_call(forest: Forest, **fixed: Any) -> Call:

@@ -185,9 +185,9 @@ def test_half_cells_have_the_bits_of_whole_ones(variant, dtype, monkeypatch):
     read = gather.CacheReader.read
     monkeypatch.setattr(gather.CacheReader, "read", lambda self, *args: asked.append(args[1]) or read(self, *args))
     found = problem.run()
-    halves = cells._halves_agree(dtype, problem.shape.head_dim)
+    rule, halves = cells.rule_of_cells(True, dtype, problem.shape.head_dim, problem.shape.head_dim)
     assert (cells.HALF_CELL in asked) == halves
-    monkeypatch.setattr(cells, "_halves_agree", lambda *_: False)
+    monkeypatch.setattr(cells, "rule_of_cells", lambda *_: (rule, False))
     asked.clear()
     whole = problem.run()
     assert set(asked) == {cells.CELL_SIZE}

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from radixkv_kernels import selftest
+import pytest
+import torch
+from radixkv_kernels import row_rules, selftest
+from radixkv_kernels.torch_impl import cells
 
 
-def test_rows_keep_their_bits_here():
-    assert selftest.differences(head_dims=(64, 80), num_kv_heads=2) == []
+@pytest.mark.parametrize("head_dims", [(64, 80), (16, 256)], ids=str)
+def test_rows_keep_their_bits_here(head_dims):
+    assert selftest.differences(head_dims=head_dims, num_kv_heads=2) == []
 
 
 def test_it_finds_what_it_looks_for(monkeypatch):
-    """33 rows leave a tail of one row, which other code computes."""
-    monkeypatch.setattr(selftest, "ROWS", (33,))
+    """A fused kernel whose last rows are off by one unit in the last place where their number is 36."""
+    fused = cells._fused
+
+    def wrong(scale, q, *others):
+        lse, out = fused(scale, q, *others)
+        if q.shape[2] == 36:
+            lse[:, :, -1:] = torch.nextafter(lse[:, :, -1:], torch.tensor(torch.inf))
+        return lse, out
+
+    monkeypatch.setattr(row_rules, "_rules", {})
+    rule, halves = cells.rule_of_cells(True, torch.float32, 64, 64)
+    rule.ways[36] = 0  # a wrong rule
+    monkeypatch.setattr(cells, "_fused", wrong)
+    monkeypatch.setattr(selftest, "rule_of_cells", lambda *_: (rule, halves))
     assert selftest.differences(head_dims=(64,), num_kv_heads=2)

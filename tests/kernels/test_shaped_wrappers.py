@@ -13,30 +13,20 @@ from radixkv_kernels.integrations.flashinfer import (
     BatchPrefillWithPagedKVCacheWrapper,
 )
 
+from tests.rounding import attention
+
 INT = torch.int32
 
 
 def plain(q, k, v, *, scale=None, causal=False, left=-1, softcap=0.0, slopes=None):
-    """One sequence, float64: q [n, heads, dim], k, v [m, kv_heads, dim]; bottom-right aligned -> out, natural lse."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    x = torch.einsum("nhd,mhd->hnm", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
-    if softcap:
-        x = softcap * torch.tanh(x / softcap)
+    """One sequence, float64: q [n, heads, dim], k, v [m, kv_heads, dim]; bottom-right aligned."""
     distance = (k.shape[0] - q.shape[0] + torch.arange(q.shape[0]))[:, None] - torch.arange(k.shape[0])
-    if slopes is not None:
-        x = x - slopes.double()[:, None, None] * distance.abs()
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if causal:
         hidden |= distance < 0
     if left >= 0:
         hidden |= distance > left
-    x = x.masked_fill(hidden, -torch.inf)
-    return torch.einsum("hnm,mhd->nhd", torch.softmax(x, -1), v), torch.logsumexp(x, -1)
-
-
-def assert_close(got, want):
-    assert torch.allclose(got.double(), want, atol=2e-6, rtol=2e-6)
+    return attention(q, k, v, hidden=hidden, distance=distance, scale=scale, softcap=softcap, slopes=slopes)
 
 
 OPTIONS = [
@@ -80,9 +70,7 @@ def test_varlen(options, paged):
     assert probs is None and lse.shape == (4, 11)
     for s in range(3):
         rows, keys = slice(int(cu_q[s]), int(cu_q[s + 1])), slice(int(cu_k[s]), int(cu_k[s + 1]))
-        want, want_lse = plain(q[rows], k[keys], v[keys], **plain_options(options))
-        assert_close(out[rows], want)
-        assert_close(lse[:, rows], want_lse)
+        plain(q[rows], k[keys], v[keys], **plain_options(options)).check(out[rows], lse[:, rows].T)
     alone = flash_attn_varlen_func(q, *caches, cu_q, cu_k, 7, 20, block_table=table, **options)
     assert torch.equal(alone, out)
 
@@ -116,15 +104,13 @@ def test_with_kvcache(options, paged, append):
     for s in range(batch):
         n = int(before[s])
         keys, values = (torch.cat((x[s, :n], y[s])) if append else x[s, :n] for x, y in zip(dense, new, strict=True))
-        want, want_lse = plain(q[s], keys, values, **plain_options(options))
-        assert_close(out[s], want)
-        assert_close(lse[s], want_lse)
+        plain(q[s], keys, values, **plain_options(options)).check(out[s], lse[s].T)
 
 
 def test_kvcache_lengths_as_an_int_or_left_out():
     q, k = torch.randn(2, 1, 4, 32), torch.randn(2, 10, 2, 32)
-    assert_close(flash_attn_with_kvcache(q, k, k, cache_seqlens=7)[1], plain(q[1], k[1, :7], k[1, :7])[0])
-    assert_close(flash_attn_with_kvcache(q, k, k)[1], plain(q[1], k[1], k[1])[0])
+    plain(q[1], k[1, :7], k[1, :7]).check(flash_attn_with_kvcache(q, k, k, cache_seqlens=7)[1])
+    plain(q[1], k[1], k[1]).check(flash_attn_with_kvcache(q, k, k)[1])
 
 
 def test_flash_attn_refusals():
@@ -173,7 +159,7 @@ def test_flashinfer_decode(layout, one_tensor, options):
     q = torch.randn(3, 4, 32)
     out, lse = wrapper.run(q, cache, return_lse=True, k_scale=0.5, v_scale=2.0)
     for s in range(3):
-        want, natural = plain(
+        exact = plain(
             q[s : s + 1],
             keys[s] * 0.5,
             values[s] * 2.0,
@@ -181,8 +167,7 @@ def test_flashinfer_decode(layout, one_tensor, options):
             left=options.get("window_left", -1),
             softcap=options.get("logits_soft_cap", 0.0),
         )
-        assert_close(out[s], want[0])
-        assert_close(lse[s], natural[:, 0] / math.log(2))
+        exact.check(out[s], lse[s].double() * math.log(2))
     assert torch.equal(wrapper.run(q, cache, k_scale=0.5, v_scale=2.0), out)
 
 
@@ -197,9 +182,8 @@ def test_flashinfer_prefill(layout, causal):
     out, lse = wrapper.run(q, cache, return_lse=True, q_scale=0.5)
     for s in range(3):
         rows = slice(int(qo_indptr[s]), int(qo_indptr[s + 1]))
-        want, natural = plain(q[rows] * 0.5, keys[s], values[s], causal=causal)
-        assert_close(out[rows], want)
-        assert_close(lse[rows], natural.T / math.log(2))
+        exact = plain(q[rows] * 0.5, keys[s], values[s], causal=causal)
+        exact.check(out[rows], lse[rows].double() * math.log(2))
 
 
 def test_flashinfer_refusals():

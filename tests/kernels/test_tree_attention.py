@@ -11,7 +11,6 @@ from tests.kernels.problems import relative_error
 
 FOREST_COUNT, A_TEST = 240, 24
 MANY = 2000
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def check_forest(seed: int) -> Forest:
@@ -25,15 +24,9 @@ def check_forest(seed: int) -> Forest:
     out, lse = call.run(plan)
     plain, plain_lse = call.run(None)
     assert torch.equal(out, plain) and torch.equal(lse, plain_lse)
-    assert not out.isnan().any() and not lse.isnan().any()
     if seed % 3:
         return forest  # float64 costs more than all the rest
-    want, want_lse = call.dense()
-    assert relative_error(out, want) < TOLERANCE[out.dtype] or want.norm() == 0
-    seen = want_lse > -torch.inf
-    assert torch.equal(seen, lse > -torch.inf)
-    if seen.any():
-        assert (lse.double() - want_lse)[seen].abs().max() < max(2e-5, TOLERANCE[out.dtype])
+    call.exact().check(out, lse)
     return forest
 
 

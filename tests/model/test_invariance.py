@@ -5,9 +5,14 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from radixkv_kernels import row_rules
+from radixkv_kernels.row_rules import cancelling
 
+from radixkv.model import row_linear
 from radixkv.model.checkpoint import load_checkpoint
-from radixkv.model.layers import ROW_MULTIPLE, InvariantArithmetic, rms_norm
+from radixkv.model.layers import InvariantArithmetic, rms_norm
+from radixkv.model.transformer import Decoder
+from radixkv.model.weights import Model
 from tests.model.sequences import Sequence, every_row, runner_of, step
 from tests.model.tiny_checkpoints import checkpoint, tokens
 from tests.shared_files import shared_file
@@ -91,19 +96,74 @@ def test_the_number_of_threads_does_not_break_it(threads):
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("size_in", "size_out"), [(576, 960), (1536, 576), (880, 384), (172, 64), (64, 512)])
-def test_rows_of_linear_layers(size_in, size_out, dtype):
-    """What the padding rests on: rows at any place of any multiple of ROW_MULTIPLE rows are the same bits."""
+@pytest.mark.parametrize(("size_in", "size_out"), [(576, 960), (1536, 576), (880, 384), (172, 64), (64, 512), (65, 7)])
+def test_rows_of_linear_layers(size_in, size_out, dtype, biased, threads):
+    """Rows at any place among any number of rows have the bits that they have four at a time.
+
+    Half of them have an exact product of zero, so that what remains is the order of adding.
+    """
     torch.manual_seed(0)
-    weight, x = torch.randn(size_out, size_in).to(dtype), torch.randn(272, size_in).to(dtype)
+    x0, weight = cancelling(size_out, size_in, dtype=dtype, seed=1)
+    x = torch.randn(1056, size_in).to(dtype)
+    x[::2] = x0
+    bias = torch.randn(size_out).to(dtype) if biased else None
     arithmetic = InvariantArithmetic()
-    expected = arithmetic.linear(x[:ROW_MULTIPLE], weight, None)
-    for num_rows in (32, 48, 80, 112, 128, 272):
-        for place in (0, num_rows - ROW_MULTIPLE):
-            moved = x[:num_rows].roll(place, 0)
-            rows = arithmetic.linear(moved, weight, None)[place : place + ROW_MULTIPLE]
-            assert torch.equal(rows, expected)
+    torch.set_num_threads(threads)  # the fixture of the package sets it back
+    try:
+        expected = torch.cat([arithmetic.linear(part, weight, bias) for part in x.split(4)])
+        for num_rows in (1, 2, 3, 5, 13, 32, 33, 61, 112, 208, 209, 1056):
+            for place in (0, 7, 1056 - num_rows):
+                rows = x[place : place + num_rows]
+                assert torch.equal(arithmetic.linear(rows, weight, bias), expected[place : place + num_rows])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_where_nothing_agrees_no_runner_is_made(dtype, monkeypatch):
+    """And none that has been made computes anything with another number of threads."""
+    model, prompt = model_of("tiny_gpt", dtype), tokens(9, 0)
+    monkeypatch.setattr(row_rules, "_rules", {})
+    before = runner_of(model)
+    want = every_row(runner_of(model), prompt)
+    monkeypatch.setattr(row_rules, "row_bits", lambda found: None)
+    monkeypatch.setattr(row_rules, "_rules", {})
+    with pytest.raises(ValueError, match=r"deterministic: .* linear .*pass deterministic=False.*MKL_CBWR=AUTO,STRICT"):
+        runner_of(model)
+    torch.set_num_threads(2)
+    try:
+        before.k_cache.fill_(7)
+        with pytest.raises(ValueError, match="deterministic"):
+            step(before, [(Sequence(prompt, [0]), 9)], copies=[(0, 1, 5)])
+        assert (before.k_cache == 7).all()
+    finally:
+        torch.set_num_threads(1)
+    plain = every_row(runner_of(model, deterministic=False), prompt)
+    torch.testing.assert_close(plain, want, rtol=0.1, atol=0.1)  # that it computes at all
+
+
+def test_attention_without_a_rule_is_refused_too(monkeypatch):
+    model = model_of("tiny_gpt", torch.float32)
+    monkeypatch.setattr(row_rules, "_rules", {})
+    runner_of(model)
+    kept = {key: rule for key, rule in row_rules._rules.items() if rule.name.startswith("linear")}
+    monkeypatch.setattr(row_rules, "_rules", kept)
+    monkeypatch.setattr(row_rules, "row_bits", lambda found: None)
+    with pytest.raises(ValueError, match=r"deterministic: .* fused attention, float32, head_dim 64"):
+        runner_of(model)
+
+
+def test_weights_begin_at_aligned_addresses():
+    """As in the trial: some libraries choose by it."""
+    model = model_of("tiny_gpt", torch.float32)
+    odd = model.weights.mapped(lambda w: torch.cat((w.new_zeros(1), w.flatten()))[1:].view(w.shape))
+    weights = Decoder(Model(model.config, odd), deterministic=True).weights
+    for tensor in (weights.head, *(getattr(weights.layers[0], name) for name in ("qkv", "o", "gate_up", "down"))):
+        assert tensor.data_ptr() % row_linear.ALIGNMENT == 0
+    assert weights.head is weights.embedding or not model.config.tied_embeddings
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,7 +183,15 @@ def test_rows_of_elementwise_layers(size, activation, dtype):
 
 @pytest.mark.parametrize(("name", "approximate"), [("silu", ""), ("gelu", "none"), ("gelu_tanh", "tanh")])
 def test_invariant_activations_are_the_functions_of_that_name(name, approximate):
+    """To the roundings of the formula: relative ones of each step, and absolute ones where terms cancel."""
     gate = torch.linspace(-120, 120, 4001)
-    expected = F.silu(gate) if name == "silu" else F.gelu(gate, approximate=approximate)
+    x, u = gate.double(), 2.0**-24
+    exact = F.silu(x) if name == "silu" else F.gelu(x, approximate=approximate)
     ours = InvariantArithmetic().gated(torch.stack((gate, torch.ones_like(gate)), 1), name)[:, 0]
-    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=2e-6)
+    steps, absolute = torch.full_like(x, 6), torch.full_like(x, 1e-36)  # exp, sum, quotient, product; underflow
+    if name == "gelu_tanh":  # five roundings of what goes into exp, which makes them relative ones
+        absolute += 2.0**-52 * x.abs()  # 1 + tanh cancels below 0, in float64
+        steps += 5 * 1.6 * (x + 0.045 * x**3).abs()
+    if name == "gelu":  # 1 + erf cancels below 0
+        absolute += 0.5 * x.abs() * 4 * u
+    assert ((ours.double() - exact).abs() <= steps * u * exact.abs() + absolute).all()

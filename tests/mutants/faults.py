@@ -215,15 +215,15 @@ FAULTS = [
     ),
     Fault(
         "an abort is taken out of its queue first",
-        "            request_id = self._aborting[0].request.request_id\n",
-        "            self._aborting.rotate(-1)\n            request_id = self._aborting[0].request.request_id\n",
-        ("tests/test_engine.py", "-k", "detokenizer", "tests/test_shadow_engine.py::test_random_scripts"),
+        '                self.stepper.end_all(request_id, "abort")\n            self._aborting.popleft()\n',
+        '                self._aborting.popleft()\n                self.stepper.end_all(request_id, "abort")\n',
+        ("tests/test_fault_injection.py", "-k", "interrupted_abort"),
     ),
     Fault(
         "a fork counts as computed before its copies have run",
         "        self.running.add(other)\n        return other, copies\n",
         "        self.running.add(other)\n        self.copied(other, sequence)\n        return other, copies\n",
-        ISOLATION,
+        ("tests/test_scheduler.py", "-k", "once_its_copies"),
     ),
     Fault(
         "a cache serves two managers",

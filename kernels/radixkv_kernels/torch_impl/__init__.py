@@ -7,6 +7,16 @@ what; `narrow`, `wide` many short row sets, one long one; `tree` the items of a 
 
 from .attention import paged_attention, plan_tile, tree_attention, unsupported
 from .cache_ops import copy_blocks, store_kv
+from .cells import attention_row_rule
 from .state import merge_states
 
-__all__ = ["copy_blocks", "merge_states", "paged_attention", "plan_tile", "store_kv", "tree_attention", "unsupported"]
+__all__ = [
+    "attention_row_rule",
+    "copy_blocks",
+    "merge_states",
+    "paged_attention",
+    "plan_tile",
+    "store_kv",
+    "tree_attention",
+    "unsupported",
+]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..interface import AttentionSpec, AttentionTensors
-from .cells import ROW_MULTIPLE, CellMath, RowBounds
+from .cells import CellMath, RowBounds
 from .gather import CacheReader
 from .workspace import Workspace
 
@@ -95,7 +95,7 @@ class Job:
         spec = self.spec
         batch, tokens = rows.shape
         q = self.tensors.q[rows].view(batch, tokens, spec.num_kv_heads, spec.group_size, spec.head_dim)
-        padded = padded_rows(tokens * spec.group_size)
+        padded = self.math.rows.padded(tokens * spec.group_size)
         result = torch.zeros(
             batch, spec.num_kv_heads, padded, spec.head_dim, dtype=self.math.compute_dtype, device=q.device
         )
@@ -107,7 +107,7 @@ class Job:
         """[batch, tokens] each, one entry a token -> one a padded row; padding rows see nothing."""
         batch, tokens = lo.shape
         group = self.spec.group_size
-        rows = np.zeros((3, batch, padded_rows(tokens * group)), dtype=np.int64)
+        rows = np.zeros((3, batch, self.math.rows.padded(tokens * group)), dtype=np.int64)
         rows[:, :, : tokens * group] = np.stack((lo, hi, position)).repeat(group, axis=2)
         return RowBounds(*torch.from_numpy(rows).to(self.tensors.q.device))
 
@@ -138,11 +138,6 @@ class Job:
     def v_scale_of_rows(self) -> Tensor | None:
         """[num_kv_heads, 1, 1] float32, or None."""
         return None if self.tensors.v_scale is None else self.tensors.v_scale.view(-1, 1, 1)
-
-
-def padded_rows(rows: int) -> int:
-    """Up to a multiple of ROW_MULTIPLE."""
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def split(job: Job, skip: np.ndarray | None = None) -> tuple[list[tuple[int, np.ndarray]], list[int]]:

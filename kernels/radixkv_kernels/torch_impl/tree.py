@@ -17,7 +17,7 @@ from ..plan import TreePlan
 from ..plan_tensors import HostPlan
 from .cells import CELL_SIZE, RUN_CELLS
 from .narrow import NarrowGroup, fold_group, narrow_step
-from .rows import NARROW_ROWS, Job, padded_rows
+from .rows import NARROW_ROWS, Job
 from .state import State
 from .wide import WideTile, fold_tiles
 
@@ -61,7 +61,7 @@ def attend_shared(job: Job, plan: TreePlan | HostPlan) -> None:
     mine = np.flatnonzero(shared[plan.row_seq[items[:, 0] // group]])
     items, groups = items[mine], plan.work.groups[mine]
     few = items[:, 1] <= NARROW_ROWS
-    for padded, of in _classes(items[few]):
+    for padded, of in _classes(job, items[few]):
         step = narrow_step(job, padded)
         for start in range(0, len(of), step):
             _narrow(job, rows, of[start : start + step], padded)
@@ -87,10 +87,10 @@ def _rows(job: Job, plan: TreePlan | HostPlan) -> _TreeRows:
     return _TreeRows(plan, flat, lo, hi, position, slots)
 
 
-def _classes(items: np.ndarray) -> list[tuple[int, np.ndarray]]:
+def _classes(job: Job, items: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Items by what their rows are padded to."""
     padded = np.where(items[:, 1] <= 16, -(-items[:, 1] // 4) * 4, -(-items[:, 1] // 16) * 16)
-    return [(padded_rows(int(n)), items[padded == n]) for n in np.unique(padded)]
+    return [(job.math.rows.padded(int(n)), items[padded == n]) for n in np.unique(padded)]
 
 
 def _edges(rows: _TreeRows, at: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -120,7 +120,7 @@ def _wide(job: Job, rows: _TreeRows, items: np.ndarray) -> None:
     tiles, reals = [], []
     for i in range(len(items)):
         item = items[i : i + 1]
-        at, real = rows.item_rows(item, padded_rows(int(item[0, 1])))
+        at, real = rows.item_rows(item, job.math.rows.padded(int(item[0, 1])))
         q = rows.q[torch.from_numpy(at).to(device)].transpose(1, 2).contiguous()
         bounds = job.flat_bounds(rows.lo[at] * real, rows.hi[at] * real, rows.position[at])
         lo, hi, full_lo, full_hi = (int(x[0]) for x in _edges(rows, at, item))

@@ -1,0 +1,4 @@
+/* Preloaded, makes MKL inside libtorch_cpu take its paths for AMD's CPUs on one of another maker. */
+int mkl_serv_intel_cpu_true(void){return 0;}
+int mkl_serv_intel_cpu(void){return 0;}
+int mkl_serv_cpuiszen(void){return 1;}
