@@ -47,7 +47,8 @@ ARROWS = {
         "radixkv.waiting",
     },
     "radixkv.model": {"radixkv.request", "radixkv_kernels"},
-    "radixkv.generation": {"radixkv.request"},
+    "radixkv.generation": {"radixkv.model", "radixkv.request"},
+    "radixkv.held_signals": set(),
     "radixkv.selftest": {
         "radixkv.engine",
         "radixkv.model",
@@ -60,6 +61,7 @@ ARROWS = {
     "radixkv.stepper": {
         "radixkv.batch",
         "radixkv.generation",
+        "radixkv.held_signals",
         "radixkv.kv_manager",
         "radixkv.metrics",
         "radixkv.model",
@@ -71,6 +73,7 @@ ARROWS = {
     "radixkv.engine": {
         "radixkv.cache",
         "radixkv.generation",
+        "radixkv.held_signals",
         "radixkv.kv_manager",
         "radixkv.metrics",
         "radixkv.model",

@@ -97,19 +97,18 @@ def test_many_random_forests(start):
 def step(seeds: range) -> Counts:
     """Forests that step, in cells of 128 tokens."""
     fixed = {"alibi_slopes": None, "implementation": "triton"}
-    return check_many(seeds, tile_of, longest=420, most_seqs=4, steps=5, fixed=fixed)
+    return check_many(seeds, tile_of, longest=300, most_seqs=3, most_rows=80, steps=4, fixed=fixed)
 
 
 def test_stepping_forests():
-    counts = step(range(4))
-    assert counts.kept > 2, counts
+    counts = step(range(2))
+    assert counts.kept > 0, counts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 60, 20))
-def test_many_stepping_forests(start):
-    counts = step(range(start, start + 20))
-    assert counts.kept > counts.steps // 8 and counts.crossed > 0, counts
+def test_many_stepping_forests():
+    counts = step(range(60))
+    assert counts.kept > counts.steps // 8 and counts.crossed > 2, counts
 
 
 @pytest.mark.parametrize("index", range(len(PAIRS)))

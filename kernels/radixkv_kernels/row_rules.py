@@ -157,7 +157,8 @@ def rule_of(name: str, key: Hashable, make: MakeWays, *, call_rows: int, most: i
         call_rows: as how many rows one call costs, of `RowRule.pieces`.
         most: larger sizes are not measured when the rule is made.
 
-    Measured once a process: as long as some 1,500 rows of the operation (less by `most`), for each way that is tried.
+    Measured once a process: as long as some 1,500 rows of the operation (fewer by `most`), for each way that is tried.
+    Sets the number of threads to what it is.
     """
     key = key, *settings()
     found = _rules.get(key)
@@ -166,6 +167,8 @@ def rule_of(name: str, key: Hashable, make: MakeWays, *, call_rows: int, most: i
             found = _rules.get(key)
             if found is None:
                 threads = torch.get_num_threads()
+                # MKL chooses otherwise once a number of threads has been set, and that can't be asked: so it always has
+                torch.set_num_threads(threads)
                 full = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
                 found = _rules[key] = measure(full, make, call_rows, most)
     return found

@@ -35,6 +35,7 @@ class Stepping:
     seed: int
     longest: int
     most_seqs: int
+    most_rows: int = 300
     rng: random.Random = field(init=False, repr=False)
     live: dict[int, Grown] = field(init=False, default_factory=dict)
 
@@ -75,7 +76,8 @@ class Stepping:
 
     def _rows(self, tokens: int) -> int:
         rng = self.rng
-        some = rng.choice([0, 1, 1, 1, rng.randint(2, 8), rng.randint(2, 60), rng.randint(2, 100), rng.randint(2, 300)])
+        wide = [rng.randint(2, most) for most in (8, 60, 100, 300)]
+        some = min(rng.choice([0, 1, 1, 1, *wide]), self.most_rows)
         return min(tokens, some) if rng.random() < 0.9 else some  # some rows see nothing then
 
     def step(self) -> None:

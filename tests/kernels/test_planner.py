@@ -279,7 +279,7 @@ def test_planners_pickle():
     planner.add("c", range(100, 120))
     with pytest.raises(RuntimeError, match="stats"):
         _ = pickle.loads(pickle.dumps(late)).stats
-    assert len(pickle.dumps(late)) < 10_000, "without the planner"
+    assert b"TreePlanner" not in pickle.dumps(late) + pickle.dumps(kept)
 
 
 def grow_and_plan(planner: TreePlanner, live: dict[str, list[int]]) -> None:

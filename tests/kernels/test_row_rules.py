@@ -184,3 +184,14 @@ def test_attention_without_a_rule_is_right_and_warns_once(monkeypatch, caplog):
     )
     torch.testing.assert_close(got, want)
     assert not attention_row_rule(torch.float32, 64).holds
+
+
+def test_a_rule_is_measured_in_the_state_that_setting_threads_leaves(monkeypatch):
+    """MKL chooses otherwise before the first `torch.set_num_threads` of a process than after it."""
+    monkeypatch.setattr(row_rules, "_rules", {})
+    happened = []
+    setter = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: happened.append(count) or setter(count))
+    way = made_up(PATTERNS["all alike"])
+    row_rules.rule_of("x", "x", lambda: happened.append("measured") or [way], call_rows=8)
+    assert happened[0] == torch.get_num_threads() and "measured" in happened
