@@ -630,41 +630,49 @@ FAULTS = [
         "self._table",
         ("tests/kernels/test_planner.py", "-k", "pickle"),
     ),
-    # ---- rows that share their bits
     Fault(
         "rows of a product are not cut as measured",
-        "    if len(pieces) == 1:\n        return _WAYS[rule.way(padded)]",
-        "    if True:\n        return _WAYS[0]",
+        "linear",
+        """
+            if len(pieces) == 1:
+                return _WAYS[rule.way(padded)](x, weight, bias)[:num_rows].contiguous()
+        """,
+        "if True:\n    return _WAYS[0](x, weight, bias)[:num_rows].contiguous()",
         ("tests/model/test_row_linear.py",),
     ),
     Fault(
         "a size is computed the wrong way about",
-        "        out.copy_(_WAYS[rule.way(part.shape[0])](aligned(part), weight, bias))\n",
-        "        out.copy_(_WAYS[0](aligned(part), weight, bias))\n",
+        "linear",
+        "rule.way(part.shape[0])",
+        "0",
         ("tests/model/test_row_linear.py",),
     ),
     Fault(
         "rows without a rule are computed all the same",
-        "            linear_rule(*shape).require()\n",
-        "            linear_rule(*shape)\n",
+        "Decoder.check_rows",
+        "linear_rule(*shape).require()",
+        "linear_rule(*shape)",
         ("tests/model/test_invariance.py", "-k", "nothing_agrees"),
     ),
     Fault(
         "attention without a rule is computed all the same",
-        "        attention_row_rule(self.weights.embedding.dtype, self.config.head_dim).require()\n",
+        "Decoder.check_rows",
+        "attention_row_rule(self.weights.embedding.dtype, self.config.head_dim).require()",
         "",
         ("tests/model/test_invariance.py", "-k", "without_a_rule"),
     ),
     Fault(
         "a change of threads is not noticed",
-        'type != "cpu" or settings() == self._checked:',
-        'type != "cpu" or self._checked is not None:',
+        "Decoder.check_rows",
+        "settings() == self._checked",
+        "self._checked is not None",
         ("tests/model/test_invariance.py", "-k", "nothing_agrees"),
     ),
     Fault(
         "weights begin anywhere",
-        "weights.mapped(row_linear.aligned)",
-        "weights.mapped(lambda weight: weight)",
+        "InvariantArithmetic.prepared",
+        "row_linear.aligned",
+        "lambda weight: weight",
         ("tests/model/test_invariance.py", "-k", "aligned"),
     ),
 ]
