@@ -141,20 +141,24 @@ def measure(config: Config) -> list[Row]:
     import torch
 
     from radixkv.engine import Engine
+    from radixkv.model.checkpoint import load_checkpoint
     from radixkv.request import SamplingParams
+    from radixkv.runner import Runner
 
     torch.set_num_threads(1)
     sizes = {"num_tasks": 3, "vocab_size": 250, "output_tokens": 8}
     requests = workload("few_shot", config.num_measured, config, **sizes)
     rows: list[Row] = []
     answers = []
+    model = load_checkpoint("tiny_gpt").model
     for variant in VARIANTS:
-        runner = Engine.from_pretrained(
-            "tiny_gpt",
+        runner = Runner(
+            model,
             num_blocks=config.measured_blocks,
             block_size=config.block_size,
+            deterministic=True,
             tree_attention="on" if variant.tree_attention else "off",
-        ).runner
+        )
         scheduler = make_scheduler(variant, config, config.measured_blocks, max_num_batched_tokens=512)
         engine = Engine(runner, scheduler)
         started = time.thread_time()
