@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.cache.base import PrefixCache
+from radixkv.cache.base import PrefixCache, take_over
 from radixkv.replay import CacheConfig
 from radixkv.tokens import TOKEN_BYTES
 
@@ -32,9 +32,13 @@ def leaf(index: int, length: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def make(cache: str, block_size: int) -> Any:
+    """Returns a cache as an engine has it: its owner answers for block ids."""
     if cache.startswith("radix"):
-        return CacheConfig("radix", block_size, partial_blocks=cache == "radix").make()
-    return CacheConfig(cache, block_size).make()
+        made = CacheConfig("radix", block_size, partial_blocks=cache == "radix").make()
+    else:
+        made = CacheConfig(cache, block_size).make()
+    take_over(made, "cache", made)
+    return made
 
 
 def admit(cache: PrefixCache, key: bytes) -> int:
