@@ -35,7 +35,7 @@ report: $(READY)
 	$(BIN)/python -m experiments --report $(ARGS)
 
 model: $(READY)
-	$(BIN)/python -m radixkv.model.fetch
+	$(BIN)/python -m radixkv.engine.model.fetch
 
 index-cost: $(READY)
 	$(BIN)/python -m experiments.index_cost $(ARGS)

@@ -20,9 +20,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from experiments import harness
-from experiments.catalog import ENTRIES, find
-from experiments.harness import console, fail
-from experiments.lab import INTERRUPTED, find_result
+from experiments.lab.catalog import ENTRIES, find
+from experiments.lab.harness import console, fail
+from experiments.lab.run import INTERRUPTED, find_result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.smoke:
         run_all(chosen.only, chosen.out / "smoke", smoke=True, again=True)
     elif chosen.report:
-        from experiments.report import write_report
+        from experiments.lab.report import write_report
 
         run_all(chosen.only, chosen.out, smoke=False, again=chosen.again)
         console.print(write_report(chosen.out), highlight=False)

@@ -19,15 +19,15 @@ from functools import partial
 from typing import Any
 
 from experiments.ablation_report import answer, plot, show
-from experiments.harness import Row, parser
-from experiments.lab import Cell, conduct
+from experiments.lab.harness import Row, parser
+from experiments.lab.run import Cell, conduct
 from experiments.sharing_apart import ApartScheduler, PublishAtCommit
-from radixkv.kv_manager import KVManager
-from radixkv.replay import CacheConfig, Replay
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.cache.tokens import unpack
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
-from radixkv.tokens import unpack
-from radixkv.workloads import TraceRequest, open_workload
+from radixkv.traces import TraceRequest, open_workload
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
 
@@ -140,10 +140,10 @@ def measure(config: Config) -> list[Row]:
     """
     import torch
 
-    from radixkv.engine import Engine
-    from radixkv.model.checkpoint import load_checkpoint
-    from radixkv.request import SamplingParams
-    from radixkv.runner import Runner
+    from radixkv.engine.engine import Engine
+    from radixkv.engine.model.checkpoint import load_checkpoint
+    from radixkv.engine.runner import Runner
+    from radixkv.scheduling.request import SamplingParams
 
     torch.set_num_threads(1)
     sizes = {"num_tasks": 3, "vocab_size": 250, "output_tokens": 8}

@@ -6,15 +6,15 @@ Called by `experiments.eviction`. The manager and the caches are the real ones.
 from collections import deque
 from collections.abc import Sequence
 
-from radixkv.block_allocator import OutOfBlocks
-from radixkv.bounds import BlockPaths
-from radixkv.cache.base import PrefixCache
-from radixkv.cache.eviction import POLICIES, Cost, make_policy
-from radixkv.cache.flat_hash import FlatHashCache
-from radixkv.cache.radix import RadixCache
-from radixkv.cache.watch import Watch
-from radixkv.kv_manager import KVManager
-from radixkv.tokens import pack
+from radixkv.blocks.allocator import OutOfBlocks
+from radixkv.blocks.bounds import BlockPaths
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.contract import PrefixCache
+from radixkv.cache.flat_hash.cache import FlatHashCache
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.eviction import POLICIES, Cost, make_policy
+from radixkv.cache.radix.watches import Watch
+from radixkv.cache.tokens import pack
 
 HISTORY = tuple(POLICIES)
 NAMES = (*HISTORY, "flat_hash", "queue_aware", "flat_hash queue_aware")

@@ -17,10 +17,10 @@ from statistics import mean as mean_of
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
-from radixkv.replay import CacheConfig, Replay
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.replay import CacheConfig, Replay
 
 CACHES = ("flat_hash", "radix")
 SMOKE_TOKENS = 300

@@ -21,17 +21,17 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table, progress
-from experiments.lab import Cell, Data, conduct
+from experiments.lab.harness import Row, parser, print_table, progress
+from experiments.lab.plots import draw_bars, finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
 from experiments.paper_workloads import PAPER_WORKLOADS
-from experiments.plots import draw_bars, finish, pyplot
 from experiments.trace_sets import available, is_conversation, sample_of
-from radixkv.cache.radix import RadixCache
-from radixkv.kv_manager import KVManager
-from radixkv.replay import CacheConfig, Replay
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, at_once, run, summarize
-from radixkv.workloads import TraceRequest
+from radixkv.traces import TraceRequest
 
 UNBOUNDED = 10**9
 # name -> order, max_overtakes, queue_aware

@@ -24,14 +24,14 @@ import numpy as np
 import torch
 
 from experiments.calibrate_report import METRICS, answer, plot, show
-from experiments.harness import Row, fail, parser
-from experiments.lab import conduct
+from experiments.lab.harness import Row, fail, parser
+from experiments.lab.run import conduct
 from experiments.measured_engine import MeasuredEngine, arrival_s
-from radixkv.kv_manager import KVManager
-from radixkv.replay import CacheConfig
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import FEATURES, Fitted, Simulator, StepLoad, report
-from radixkv.workloads import TraceRequest, open_workload
+from radixkv.traces import TraceRequest, open_workload
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
 

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from experiments.harness import print_table
-from experiments.lab import Data
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Data
 
 METRICS = ("num_steps", "busy_s", "num_cached_tokens", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "latency_p50_ms")
 

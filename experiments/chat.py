@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
 from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize
-from radixkv.engine import Engine
-from radixkv.replay import CACHES
-from radixkv.tree_plans import MODES
+from radixkv.blocks.replay import CACHES
+from radixkv.engine.engine import Engine
+from radixkv.engine.tree_plans import MODES
 
 
 @dataclass(frozen=True)

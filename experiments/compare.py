@@ -18,8 +18,8 @@ from typing import Any
 from experiments.compare_options import EMBEDDED, Config, read_options
 from experiments.compare_replay import replay, serve_embedded
 from experiments.compare_report import answer, plot, print_rows, show
-from experiments.harness import Row, console, fail, save
-from radixkv.workloads import open_trace, open_workload
+from experiments.lab.harness import Row, console, fail, save
+from radixkv.traces import open_trace, open_workload
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import parser
-from radixkv.cache.base import check_block_size
-from radixkv.cache.eviction import POLICIES
+from experiments.lab.harness import parser
+from radixkv.blocks.replay import CACHES, CacheConfig
+from radixkv.cache.contract import check_block_size
 from radixkv.cache.hashing import ALGORITHMS
-from radixkv.model_shapes import MODEL_SHAPES
-from radixkv.replay import CACHES, CacheConfig
-from radixkv.workloads import FORMATS, WORKLOADS
+from radixkv.cache.radix.eviction import POLICIES
+from radixkv.simulate.model_shapes import MODEL_SHAPES
+from radixkv.traces import FORMATS, WORKLOADS
 
 EMBEDDED = "embedded"
 SMOKE_REQUESTS = 200

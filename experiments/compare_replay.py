@@ -5,11 +5,11 @@ from typing import Any
 
 from experiments.compare_options import EMBEDDED, Config
 from experiments.compare_report import SERVED_REQUESTS, SERVING_TITLE
-from experiments.harness import Row, print_table, progress
-from radixkv.model_shapes import MODEL_SHAPES
-from radixkv.replay import CacheConfig, Replay
-from radixkv.tokens import unpack
-from radixkv.workloads import open_workload
+from experiments.lab.harness import Row, print_table, progress
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.cache.tokens import unpack
+from radixkv.simulate.model_shapes import MODEL_SHAPES
+from radixkv.traces import open_workload
 
 SERVED_PROMPT_BYTES = 1000
 
@@ -76,7 +76,7 @@ def serve_embedded(config: Config) -> list[Row]:
     """
     # These load torch, which a trace's comparison does without.
     from experiments.serving import COLUMNS, Arrival, serve, summarize
-    from radixkv.engine import Engine
+    from radixkv.engine.engine import Engine
 
     arrivals: list[Arrival] = []
     for request in open_workload(EMBEDDED, seed=config.seed):

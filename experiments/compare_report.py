@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import Row, print_table
-from experiments.lab import Data
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import Row, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Data
 
 SERVED_REQUESTS = 16
 SERVING_TITLE = f"The engine on tiny_gpt: {SERVED_REQUESTS} of these requests at once, the same tokens from each; in ms"

@@ -19,11 +19,11 @@ from functools import partial
 import numpy as np
 
 from experiments.divergence_report import answer, plot, show
-from experiments.harness import Row, parser, shared_traces
-from experiments.lab import Cell, conduct
-from radixkv.kv_manager import KVManager
-from radixkv.replay import CacheConfig, Replay
-from radixkv.workloads import open_trace
+from experiments.lab.harness import Row, parser, shared_traces
+from experiments.lab.run import Cell, conduct
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.traces import open_trace
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
 

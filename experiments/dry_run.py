@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from radixkv.request import Request
-from radixkv.scheduler import Scheduler
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.endurance_traffic import NoModel, Traffic
-from experiments.harness import Row, parser, print_table, resident_bytes
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
-from radixkv.engine import Engine
-from radixkv.kv_manager import KVManager
-from radixkv.replay import CacheConfig
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from experiments.lab.harness import Row, parser, print_table, resident_bytes
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 
 CACHES = ("radix:16", "radix:1", "flat_hash:16")
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from radixkv.batch import ScheduledBatch
+from radixkv.blocks.kv_manager import BlockCopy
 from radixkv.cache.namespace import Salt
-from radixkv.engine import Engine
-from radixkv.kv_manager import BlockCopy
-from radixkv.request import SamplingParams
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.request import SamplingParams
 
 VOCABULARY = 1000
 

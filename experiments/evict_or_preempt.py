@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import bars
-from radixkv.cache.radix import RadixCache
-from radixkv.kv_manager import KVManager
-from radixkv.request import Request, SamplingParams
-from radixkv.running import RunningSequences
-from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.sequence import Sequence as Running
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import bars
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.scheduling.request import Request, SamplingParams
+from radixkv.scheduling.running import RunningSequences
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
+from radixkv.scheduling.sequence import Sequence as Running
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How much of what could be hit does each eviction policy hit, and how far is the best from knowing the future?
 
 Replays traces in their order, one request at a time, whole blocks, through the real manager and caches at several
-capacities; beside them the bound of `radixkv.bounds` (furthest next use first). A request is replayed as the ids of its
+capacities; beside them the bound of `radixkv.blocks.bounds` (furthest next use first). A request is replayed as the ids of its
 blocks, which gives the same hits as its tokens do. `queue_aware` is lru that evicts last what the next 256 requests
 match; of a conversation only the next turn waits. Expected: lru is far from the bound where traffic goes round; a
 policy that knows history alone gains little and must not lose; the queue closes a good part of the gap.
@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from experiments.block_replay import HISTORY, NAMES, replay
-from experiments.harness import Row, fail, parser, print_table, progress
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import Row, fail, parser, print_table, progress
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
 from experiments.trace_sets import EMBEDDED, available, is_conversation, requests_of
-from radixkv.bounds import BlockPaths
+from radixkv.blocks.bounds import BlockPaths
 
 
 @dataclass(frozen=True)

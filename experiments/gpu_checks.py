@@ -14,7 +14,7 @@ from radixkv_kernels import PlanBuffers, copy_blocks, merge_states, paged_attent
 from radixkv_kernels.triton_impl import attention
 
 from experiments.gpu_cases import FP8, Case, attend, build, cases, on_cpu, plan_of, rows_of, share
-from experiments.harness import Row
+from experiments.lab.harness import Row
 
 
 def check_case(case: Case, seed: int, device: torch.device) -> Row:

@@ -27,8 +27,8 @@ from experiments.gpu_report import answer, plot, show
 from experiments.gpu_times import measure, peaks, time_workloads
 from experiments.gpu_tree import CASES, Case, tree_rows
 from experiments.gpu_tree import SMOKE as TREE_SMOKE
-from experiments.harness import Row, console, environment, parser, save
-from experiments.lab import present
+from experiments.lab.harness import Row, console, environment, parser, save
+from experiments.lab.run import present
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
 

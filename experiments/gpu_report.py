@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.harness import Row, print_table
-from experiments.lab import Data
-from experiments.plots import draw_bars, finish, pyplot
+from experiments.lab.harness import Row, print_table
+from experiments.lab.plots import draw_bars, finish, pyplot
+from experiments.lab.run import Data
 
 CHECKS = {"part": "{part}", "name": "{name}", "error": "{shown_error}", "passed": "{passed}"}
 TIMES = {

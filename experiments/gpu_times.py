@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.harness import Row
+from experiments.lab.harness import Row
 
 
 @dataclasses.dataclass(frozen=True)

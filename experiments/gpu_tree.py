@@ -18,7 +18,7 @@ from radixkv_kernels import PlanBuffers, PlanConfig, TreePlan, TreePlanner, page
 from torch import Tensor
 
 from experiments.gpu_times import agreed
-from experiments.harness import Row
+from experiments.lab.harness import Row
 
 DEVICE = "cuda"
 NUM_LAYERS = 32

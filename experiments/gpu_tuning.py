@@ -17,7 +17,7 @@ from radixkv_kernels.triton_impl.config import CONFIG_DIR, Config, Key, tables, 
 from radixkv_kernels.triton_impl.feasible import candidates, feasible
 
 from experiments.gpu_times import workload
-from experiments.harness import Row
+from experiments.lab.harness import Row
 
 KEYS = (Key(128, "bf16", False, False), Key(128, "bf16", True, False), Key(64, "bf16", False, False))
 MAX_CANDIDATES = 8

@@ -18,13 +18,13 @@ from statistics import median
 
 import numpy as np
 
-from experiments.harness import Row, console, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
-from radixkv.cache.base import PrefixCache
-from radixkv.cache.flat_hash import FlatHashCache
+from experiments.lab.harness import Row, console, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.cache.contract import PrefixCache
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS
-from radixkv.cache.radix import RadixCache
+from radixkv.cache.radix.cache import RadixCache
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,18 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, fail, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import Row, fail, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig, Replay
 from radixkv.cache.namespace import Salt
-from radixkv.cache.radix import RadixCache
-from radixkv.kv_manager import KVManager
-from radixkv.model_shapes import MODEL_SHAPES
-from radixkv.replay import CacheConfig, Replay
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
+from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import GPUS, ClosedLoop, Roofline, Simulator, run, summarize
-from radixkv.step_stats import StepStats
-from radixkv.workloads import TraceRequest, open_workload
+from radixkv.simulate.model_shapes import MODEL_SHAPES
+from radixkv.traces import TraceRequest, open_workload
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, console, fail, parser
 from experiments.index_cost_report import answer, plot, show
 from experiments.index_workloads import Blocks, admit, chats, insert, leaf, make
-from experiments.lab import Cell, conduct
-from radixkv.cache.flat_hash import FlatHashCache
+from experiments.lab.harness import Row, console, fail, parser
+from experiments.lab.run import Cell, conduct
+from radixkv.blocks.replay import index_bytes
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS
-from radixkv.replay import index_bytes
-from radixkv.tokens import pack
+from radixkv.cache.tokens import pack
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
 

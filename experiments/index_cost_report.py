@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from experiments.harness import print_table
-from experiments.lab import Data
-from experiments.plots import draw_bars, finish, pyplot
+from experiments.lab.harness import print_table
+from experiments.lab.plots import draw_bars, finish, pyplot
+from experiments.lab.run import Data
 
 COLUMNS = {
     "cache": "{cache}",

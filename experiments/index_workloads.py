@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.cache.base import PrefixCache, take_over
-from radixkv.replay import CacheConfig
-from radixkv.tokens import TOKEN_BYTES
+from radixkv.blocks.replay import CacheConfig
+from radixkv.cache.contract import PrefixCache, take_over
+from radixkv.cache.tokens import TOKEN_BYTES
 
 
 def chats(num_conversations: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -25,9 +25,9 @@ import torch
 from experiments import kernel_peers
 from experiments.attention_batches import Batch, Heads, Peer, make_batch, ours
 from experiments.attention_timing import Canary, Timing, copy_bandwidth, errors_of, time_sides
-from experiments.harness import Row, fail, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import draw_bars, finish, pyplot
+from experiments.lab.harness import Row, fail, parser, print_table
+from experiments.lab.plots import draw_bars, finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
 
 NAME = "kernel_bench"
 OURS = "radixkv torch"

@@ -18,13 +18,13 @@ from functools import partial
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, parser, resident_bytes
-from experiments.lab import Cell, conduct
+from experiments.lab.harness import Row, parser, resident_bytes
+from experiments.lab.run import Cell, conduct
 from experiments.load_report import answer, plot, show
-from radixkv.cache.radix import RadixCache
-from radixkv.kv_manager import KVManager
-from radixkv.request import Request, SamplingParams
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.scheduling.request import Request, SamplingParams
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
 

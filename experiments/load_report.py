@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, print_table
-from experiments.lab import Data
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import Row, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Data
 
 
 def exponents(rows: Sequence[Row]) -> list[Row]:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from experiments.harness import Row
+from experiments.lab.harness import Row
 from experiments.serving import summarize
-from radixkv.batch import ScheduledBatch
-from radixkv.engine import Engine
-from radixkv.request import SamplingParams
+from radixkv.cache.tokens import pack, unpack
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.request import SamplingParams
 from radixkv.simulate import StepLoad, measure_load
-from radixkv.tokens import pack, unpack
-from radixkv.workloads import TraceRequest
+from radixkv.traces import TraceRequest
 
 
 class Clock:

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.harness import Row, parser
-from experiments.lab import Cell, conduct
+from experiments.lab.harness import Row, parser
+from experiments.lab.run import Cell, conduct
 from experiments.overhead_report import answer, plot, show
-from radixkv.batch import ScheduledBatch
-from radixkv.cache.radix import RadixCache
-from radixkv.kv_manager import KVManager
-from radixkv.model.presets import TINY_GPT
-from radixkv.scheduler import Scheduler
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.engine.model.presets import TINY_GPT
+from radixkv.engine.tree_plans import TreePlans
+from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.scheduler import Scheduler
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
-from radixkv.tree_plans import TreePlans
-from radixkv.workloads import TraceRequest
+from radixkv.traces import TraceRequest
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows
 

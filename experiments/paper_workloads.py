@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from radixkv.workloads import TraceRequest, open_workload
+from radixkv.traces import TraceRequest, open_workload
 
 Rng = np.random.Generator
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import bars
+from experiments.lab.run import Cell, Data, conduct
 from experiments.plan_steps import Steps, make_batch
-from experiments.plots import bars
 
 NAME = "plan_time"
 

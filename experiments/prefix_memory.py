@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
-from radixkv.kv_manager import KVManager
-from radixkv.replay import CacheConfig
-from radixkv.scheduler import Scheduler
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import OpenLoop, Roofline, Simulator, run, summarize
-from radixkv.step_stats import StepStats
-from radixkv.workloads import TraceRequest, open_workload
+from radixkv.traces import TraceRequest, open_workload
 
 CACHES = ("null", "flat_hash", "radix")
 NUM_POINTS = 200

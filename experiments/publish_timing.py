@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import bars
-from radixkv.cache.radix import RadixCache
-from radixkv.kv_manager import KVManager, SequenceBlocks
-from radixkv.request import Request, SamplingParams
-from radixkv.scheduler import Scheduler
-from radixkv.tokens import TokenIds, pack
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import bars
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.kv_manager import KVManager, SequenceBlocks
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.tokens import TokenIds, pack
+from radixkv.scheduling.request import Request, SamplingParams
+from radixkv.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
 from radixkv.cache.events import BlockStored
-from radixkv.routing.policies import CacheAware
-from radixkv.tokens import pack, unpack
+from radixkv.cache.tokens import pack, unpack
+from radixkv.fleet.routing.policies import CacheAware
 
 BLOCK_SIZE = 16
 NUM_TOKENS, NUM_SYSTEM_TOKENS, NUM_SYSTEMS = 4000, 1024, 20

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import Row, fail, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import Row, fail, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
 from experiments.routing_replay import ROUTERS, SOURCES, Source, replay
 from experiments.routing_served import pool_blocks, serve
 

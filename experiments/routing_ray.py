@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness import Row, console, fail, print_table, progress, save
-from experiments.plots import pyplot
-from radixkv.engine import Engine
-from radixkv.request import SamplingParams
+from experiments.lab.harness import Row, console, fail, print_table, progress, save
+from experiments.lab.plots import pyplot
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.request import SamplingParams
 
 COLUMNS = {
     "router": "{router}",
@@ -79,7 +79,7 @@ def one_engine(config: Config) -> Answers:
 
 async def converse(handle: Any, config: Config, title: str) -> tuple[Answers, list[Row]]:
     """Serves the conversations; returns the answers, and a record of each request."""
-    from radixkv.ray_replicas import stream
+    from radixkv.fleet.ray import stream
 
     params = SamplingParams(max_tokens=config.answer_tokens, ignore_eos=True)
     answers: Answers = {}
@@ -141,7 +141,7 @@ def run(num_replicas: int, out: Path, *, smoke: bool = False) -> None:
         import ray
         from ray import serve
 
-        from radixkv.ray_replicas import deploy
+        from radixkv.fleet.ray import deploy
     except ImportError as error:
         fail(f"--backend ray needs {error.name}: pip install 'radixkv[replicas]'")
     config = Config(num_replicas, num_conversations=8, num_turns=3) if smoke else Config(num_replicas)

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.harness import Row, shared_traces
+from experiments.lab.harness import Row, shared_traces
+from radixkv.blocks.replay import CacheConfig, Replay
 from radixkv.cache.events import Callback
-from radixkv.replay import CacheConfig, Replay
-from radixkv.routing.policies import make_router
-from radixkv.routing.router import Router
-from radixkv.workloads import TraceRequest, open_trace, open_workload
+from radixkv.fleet.routing.policies import make_router
+from radixkv.fleet.routing.router import Router
+from radixkv.traces import TraceRequest, open_trace, open_workload
 
 ROUTERS = ("round_robin", "random", "least_loaded", "consistent_hash", "longest_match", "cache_aware")
 INDEXED = ("longest_match", "cache_aware")

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from experiments.harness import Row
+from experiments.lab.harness import Row
 from experiments.routing_replay import INDEXED, Source
-from radixkv.cache.radix import RadixCache
-from radixkv.fleet import Fleet
-from radixkv.kv_manager import KVManager
-from radixkv.scheduler import Scheduler
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.tokens import TOKEN_BYTES
+from radixkv.fleet.simulated import Fleet
+from radixkv.scheduling.scheduler import Scheduler
 from radixkv.simulate import Arrivals, ClosedLoop, OpenLoop, Roofline, Simulator, poisson, run, summarize
-from radixkv.tokens import TOKEN_BYTES
-from radixkv.workloads import TraceRequest
+from radixkv.traces import TraceRequest
 
 MODEL, GPU = "llama-3-8b", "h100-sxm"
 MAX_OUTPUT_TOKENS = 64

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.harness import Row
-from radixkv.engine import Engine
-from radixkv.request import RequestOutput, SamplingParams
+from experiments.lab.harness import Row
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.request import RequestOutput, SamplingParams
+from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import Served, report
-from radixkv.step_stats import StepStats
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from radixkv.kv_manager import KVManager, SequenceBlocks
-from radixkv.running import RunningSequences
-from radixkv.scheduler import Scheduler
-from radixkv.sequence import Sequence
-from radixkv.tokens import TokenIds, pack
+from radixkv.blocks.kv_manager import KVManager, SequenceBlocks
+from radixkv.cache.tokens import TokenIds, pack
+from radixkv.scheduling.running import RunningSequences
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.scheduling.sequence import Sequence
 
 
 class PublishAtCommit(KVManager):

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import bars
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import bars
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.replay import CacheConfig, Replay
 from radixkv.cache.namespace import Namespace, Salt
-from radixkv.replay import CacheConfig, Replay
 
 CACHES = ("flat_hash", "radix")
 BREAKERS = ("nothing", "time in front", "tools reordered", "salt a user", "time at the end", "salt after the prompt")

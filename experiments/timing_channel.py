@@ -19,12 +19,12 @@ from statistics import median
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
 from radixkv.cache.namespace import Salt
-from radixkv.engine import Engine
-from radixkv.request import SamplingParams
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.request import SamplingParams
 
 RULES = ("no salt", "a salt a tenant", "a salt after the public prompt")
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from radixkv.workloads import TraceRequest, open_trace, open_workload
+from radixkv.traces import TraceRequest, open_trace, open_workload
 
 TRACES = Path(os.environ.get("RADIXKV_SHARED", Path(__file__).parent.parent.parent / "shared")) / "traces"
 EMBEDDED = "embedded"

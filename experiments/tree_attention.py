@@ -27,9 +27,9 @@ import torch
 from experiments import kernel_peers
 from experiments.attention_batches import Batch, Heads, Peer, make_batch, ours
 from experiments.attention_timing import Canary, Timing, errors_of, time_sides
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import draw_bars, finish, pyplot
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import draw_bars, finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
 
 NAME = "tree_attention"
 

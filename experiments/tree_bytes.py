@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 from radixkv_kernels import TreePlan
 
-from experiments.harness import Row, parser, shared_traces
-from experiments.lab import Cell, conduct
+from experiments.lab.harness import Row, parser, shared_traces
+from experiments.lab.run import Cell, conduct
 from experiments.tree_bytes_report import answer, plot, show
 from experiments.tree_shapes import SHAPES, make_tables
 from experiments.tree_snapshots import Serving, snapshots

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import finish, pyplot
-from radixkv.engine import Engine
-from radixkv.request import SamplingParams
-from radixkv.tree_plans import MODES
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.engine.engine import Engine
+from radixkv.engine.tree_plans import MODES
+from radixkv.scheduling.request import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.cache.radix import RadixCache
-from radixkv.kv_manager import KVManager
-from radixkv.request import Request, SamplingParams
-from radixkv.scheduler import Scheduler, SchedulerConfig
-from radixkv.sequence import Sequence
-from radixkv.workloads import open_trace
-from radixkv.workloads.request import TraceRequest
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.scheduling.request import Request, SamplingParams
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
+from radixkv.scheduling.sequence import Sequence
+from radixkv.traces import open_trace
+from radixkv.traces.request import TraceRequest
 
 
 @dataclass(frozen=True)

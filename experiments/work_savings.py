@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import bars
-from radixkv.replay import CACHES, CacheConfig, Replay
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import bars
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.replay import CACHES, CacheConfig, Replay
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from experiments.harness import Row, parser, print_table
-from experiments.lab import Cell, Data, conduct
-from experiments.plots import draw_bars, finish, pyplot
-from radixkv.replay import CacheConfig, Replay
-from radixkv.workloads import open_workload
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import draw_bars, finish, pyplot
+from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.traces import open_workload
 
 # (cache, block size); a batch of unrelated prompts is "uniform"
 CACHES = (("flat_hash", 16), ("radix", 16), ("flat_hash", 128), ("radix", 128))

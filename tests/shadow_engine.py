@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import radixkv
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt, kinds, parts
-from radixkv.cache.radix import RadixCache
-from radixkv.engine import Engine
-from radixkv.kv_manager import KVManager
-from radixkv.model.sampling import RandomNumbers, sample_tokens
-from radixkv.request import SamplingParams
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.engine.engine import Engine
+from radixkv.engine.model.sampling import RandomNumbers, sample_tokens
+from radixkv.scheduling.request import SamplingParams
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 
 VOCABULARY = 7
 MAX_POSITIONS = 10_000
@@ -64,7 +64,7 @@ def expected(tokens, namespace, params):
 
 
 class ShadowRunner:
-    """In place of `radixkv.runner.Runner`.
+    """In place of `radixkv.engine.runner.Runner`.
 
     Attributes:
         fails_once: what the next call of forward or copy does: "garbage" (writes rubbish, then raises), "copy" (raises

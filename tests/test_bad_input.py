@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from shadow_engine import CACHES, VOCABULARY, ShadowRunner, expected
 
-from radixkv.block_allocator import OutOfBlocks
-from radixkv.cache.base import Tail
-from radixkv.cache.eviction import Cost, Probation
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.blocks.allocator import OutOfBlocks
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.contract import Tail
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt
-from radixkv.cache.radix import RadixCache
-from radixkv.engine import Engine
-from radixkv.fleet import Fleet
-from radixkv.kv_manager import KVManager
-from radixkv.request import SamplingParams
-from radixkv.routing.policies import make_router
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.eviction import Cost, Probation
+from radixkv.engine.engine import Engine
+from radixkv.fleet.routing.policies import make_router
+from radixkv.fleet.simulated import Fleet
+from radixkv.scheduling.request import SamplingParams
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate.arrivals import ClosedLoop
 from radixkv.simulate.cost_model import Roofline
 

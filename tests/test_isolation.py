@@ -10,14 +10,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shadow_engine import ShadowRunner
 from test_engine import make_engine, tiny_model
 
+from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt
-from radixkv.cache.radix import RadixCache
-from radixkv.engine import Engine
-from radixkv.kv_manager import KVManager
-from radixkv.request import SamplingParams
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.request import SamplingParams
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 
 CACHES = {
     "radix": RadixCache,

@@ -52,7 +52,7 @@ RULES = (
     Rule(r"make experiments ARGS=\"--only chat\"", "make experiments ARGS='--only chat --out {out}'", OUT),
     Rule(r"make experiments", "make experiments ARGS='--only work_savings --out {out}'", "the others run one by one"),
     Rule(r"make report", "make report ARGS='--only work_savings --out {out}'", "all of it takes a quarter of an hour"),
-    Rule(r"make model", "python -m radixkv.model.fetch --help", "it downloads 98 MB"),
+    Rule(r"make model", "python -m radixkv.engine.model.fetch --help", "it downloads 98 MB"),
     Rule(r"make mutants", "make mutants ARGS='pinned'", "all of them take minutes: `pinned` plants some"),
     Rule(r"make (test|test-slow)", r"make test ARGS='tests/test_arrows.py'", "this is one of the tests"),
     Rule(r"python -m experiments", "python -m experiments --out {out}", OUT),
@@ -60,7 +60,7 @@ RULES = (
     Rule(
         r"python -m experiments\.routing --backend ray --replicas 2",
         "python -m experiments.routing --help",
-        "Ray is an extra; tests/test_ray_replicas.py runs it where it is installed",
+        "Ray is an extra; tests/fleet/test_ray_replicas.py runs it where it is installed",
     ),
     Rule(r"python -m (experiments\.\w+)(?: --full)?", r"python -m \1 --smoke --out {out}", OUT),
     Rule(r"python -m (radixkv|radixkv_kernels)\.selftest", r"python -m \1.selftest", "as it stands"),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.replay import CacheConfig, Replay
-from radixkv.workloads import open_trace
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.traces import open_trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from shared_files import shared_file

@@ -2,10 +2,10 @@
 
 from .api import copy_blocks, merge_states, paged_attention, store_kv, tree_attention
 from .errors import UnsupportedImplementation
-from .plan import PlanConfig, TreePlan
-from .plan_stats import PlanStats
-from .plan_tensors import PlanBuffers, PlanTensors
-from .planner import TreePlanner
+from .plan.planner import TreePlanner
+from .plan.stats import PlanStats
+from .plan.tensors import PlanBuffers, PlanTensors
+from .plan.tree_plan import PlanConfig, TreePlan
 from .selection import plan_tile
 from .torch_impl import attention_row_rule
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from . import block_tables
 from . import validate as checks
+from .contract import AttentionSpec, AttentionTensors
 from .errors import UnsupportedImplementation
-from .interface import AttentionSpec, AttentionTensors
-from .plan import TreePlan
-from .plan_tensors import PlanTensors, check_plan
+from .plan.tensors import PlanTensors, check_plan
+from .plan.tree_plan import TreePlan
 from .selection import select_implementation
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from . import api
-from .plan import PlanConfig
-from .plan_tensors import PlanTensors
+from .plan.tensors import PlanTensors
+from .plan.tree_plan import PlanConfig
 
 _library = torch.library.Library("radixkv", "DEF")
 _library.define(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .interface import AttentionSpec, AttentionTensors
-from .plan import TreePlan
-from .plan_tensors import PlanTensors
+from .contract import AttentionSpec, AttentionTensors
+from .plan.tensors import PlanTensors
+from .plan.tree_plan import TreePlan
 
 FP8 = torch.float8_e4m3fn
 

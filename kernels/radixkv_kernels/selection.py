@@ -11,8 +11,8 @@ from typing import TypedDict, cast
 import torch
 
 from . import validate as checks
+from .contract import Implementation
 from .errors import UnsupportedImplementation
-from .interface import Implementation
 
 logger = logging.getLogger("radixkv_kernels")
 

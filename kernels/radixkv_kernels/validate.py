@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .contract import AttentionSpec, AttentionTensors
 from .errors import UnsupportedImplementation
-from .interface import AttentionSpec, AttentionTensors
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn

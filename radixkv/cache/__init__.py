@@ -1,1 +1,1 @@
-"""What is cached: prefix caches over token ids and block ids. No tensors, no requests, no allocator, no torch."""
+"""What is cached: token ids and the blocks that hold their KV. A radix tree, a flat hash, and no cache, on one contract."""

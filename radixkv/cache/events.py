@@ -13,7 +13,7 @@ from itertools import islice
 
 from radixkv.cache.hashing import BlockHasher, ExtraKeys, extra_keys, lora_name
 from radixkv.cache.namespace import Namespace, parts
-from radixkv.tokens import TOKEN_BYTES
+from radixkv.cache.tokens import TOKEN_BYTES
 
 BlockHash = bytes | int
 

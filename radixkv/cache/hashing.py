@@ -2,7 +2,7 @@
 
 `h_i = H((h_{i-1}, token_ids_i, extra_keys_i or None))` over full blocks, as vLLM builds them (automatic prefix caching,
 `vllm/v1/core/kv_cache_utils.py`), so the digests can be compared with an engine's. Called by
-`radixkv.cache.flat_hash` and `radixkv.cache.events`.
+`radixkv.cache.flat_hash.cache` and `radixkv.cache.events`.
 
 `xxhash` and `cbor2` are optional (`pip install radixkv[hashes]`); importing this module needs neither.
 """
@@ -15,7 +15,7 @@ from itertools import repeat
 from struct import Struct
 from typing import Any
 
-from radixkv.cache.base import check_block_size
+from radixkv.cache.contract import check_block_size
 from radixkv.cache.namespace import LoRA, Media, Salt
 
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")

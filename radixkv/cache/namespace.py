@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from radixkv.tokens import TOKEN_BYTES, has_negative, unpack
+from radixkv.cache.tokens import TOKEN_BYTES, has_negative, unpack
 
 _BYTE_ORDER = sys.byteorder
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from radixkv.cache.base import (
+from radixkv.cache.contract import (
     NO_BLOCKS,
     NO_DUPLICATES,
     Blocks,
@@ -18,12 +18,12 @@ from radixkv.cache.base import (
 )
 from radixkv.cache.events import Callback
 from radixkv.cache.namespace import Namespace, parts
-from radixkv.cache.watch import Rank, Watch
-from radixkv.tokens import TOKEN_BYTES, TokenIds, pack
+from radixkv.cache.radix.watches import Rank, Watch
+from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack
 
 
 class NullCache:
-    """Caches nothing, under the contract of `radixkv.cache.base.PrefixCache`.
+    """Caches nothing, under the contract of `radixkv.cache.contract.PrefixCache`.
 
     A lease pins nothing and stays at 0 tokens. `insert` checks its arguments and publishes nothing: it takes no block
     over and does not move the lease, so all blocks stay the caller's own, for him to free when the request ends.

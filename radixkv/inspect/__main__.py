@@ -9,16 +9,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from radixkv.cache.base import check_block_size
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.cache.contract import check_block_size
 from radixkv.cache.namespace import Interner
-from radixkv.cache.radix import RadixCache
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.tokens import num_common_tokens
 from radixkv.inspect import __doc__ as description
 from radixkv.inspect.page import to_html
 from radixkv.inspect.survey import Passage, survey, token_list
 from radixkv.inspect.why import compare_prompts
-from radixkv.replay import CacheConfig, Replay
-from radixkv.tokens import num_common_tokens
-from radixkv.workloads import FORMATS, TraceError, TraceRequest, load_tokenizer, open_trace, open_workload
+from radixkv.traces import FORMATS, TraceError, TraceRequest, load_tokenizer, open_trace, open_workload
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from radixkv.cache.namespace import LoRA, Media, Namespace, Salt, parts
-from radixkv.cache.snapshot import Span
-from radixkv.tokens import TOKEN_BYTES, unpack
+from radixkv.cache.radix.snapshot import Span
+from radixkv.cache.tokens import TOKEN_BYTES, unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from radixkv.blocks.replay import CacheConfig, Replay
 from radixkv.cache.namespace import Namespace
-from radixkv.replay import CacheConfig, Replay
-from radixkv.tokens import TOKEN_BYTES, num_common_tokens, unpack
+from radixkv.cache.tokens import TOKEN_BYTES, num_common_tokens, unpack
 
 DEFAULT_CACHES = (CacheConfig("flat_hash", 16), CacheConfig("radix", 16), CacheConfig("radix", 1))
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from radixkv.simulate.report import Served
-from radixkv.workloads import TraceRequest
+from radixkv.traces import TraceRequest
 
 
 class Arrivals(Protocol):

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from radixkv.cache.base import check_block_size
-from radixkv.model_shapes import MODEL_SHAPES, ModelShape
+from radixkv.cache.contract import check_block_size
 from radixkv.simulate.gpus import GPUS, Gpu
+from radixkv.simulate.model_shapes import MODEL_SHAPES, ModelShape
 from radixkv.simulate.step_load import StepLoad
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from radixkv.request import Request, RequestMetrics, SamplingParams
-from radixkv.sequence import Sequence
-from radixkv.tokens import pack, unpack
-from radixkv.workloads import TraceRequest
+from radixkv.cache.tokens import pack, unpack
+from radixkv.scheduling.request import Request, RequestMetrics, SamplingParams
+from radixkv.scheduling.sequence import Sequence
+from radixkv.traces import TraceRequest
 
 
 class Live:

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from radixkv.scheduler import Scheduler
+from radixkv.scheduling.scheduler import Scheduler
 from radixkv.simulate.cost_model import CostModel
 from radixkv.simulate.live import Live
 from radixkv.simulate.step_load import StepLoad, num_pinned_kv_tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.request import RequestMetrics
+from radixkv.scheduling.request import RequestMetrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     cost = Roofline.of("llama-3-8b", "h100-sxm")
     scheduler = Scheduler(KVManager(RadixCache(16), cost.num_blocks(16)))
     simulator = Simulator(scheduler, cost)
-    for request in trace:                       # radixkv.workloads.TraceRequest: prompt and output
+    for request in trace:                       # radixkv.traces.TraceRequest: prompt and output
         simulator.submit(request, request.timestamp_s)
     row = summarize(simulator.advance(inf))
 
@@ -28,19 +28,19 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from radixkv.batch import ScheduledBatch
-from radixkv.cache.base import PrefixCache
-from radixkv.request import Request
-from radixkv.scheduler import Scheduler
-from radixkv.sequence import Sequence as Running
+from radixkv.cache.contract import PrefixCache
+from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.scheduling.sequence import Sequence as Running
+from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate.cost_model import CostModel
 from radixkv.simulate.live import Live
 from radixkv.simulate.quiet import QuietSteps
 from radixkv.simulate.report import Served
 from radixkv.simulate.step import Step
 from radixkv.simulate.step_load import StepLoad, measure_load
-from radixkv.step_stats import StepStats
-from radixkv.workloads import TraceRequest
+from radixkv.traces import TraceRequest
 
 
 class Simulator:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixkv.batch import ScheduledBatch
-from radixkv.scheduler import Scheduler
-from radixkv.sequence import Sequence
+from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.scheduling.sequence import Sequence
+from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate.step_load import StepLoad
-from radixkv.step_stats import StepStats
 
 
 @dataclass(frozen=True, slots=True)

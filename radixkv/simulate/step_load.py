@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixkv.batch import ScheduledBatch
-from radixkv.scheduler import Scheduler
-from radixkv.sequence import Sequence as Running
+from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.scheduling.sequence import Sequence as Running
 
 
 class StepLoad(NamedTuple):

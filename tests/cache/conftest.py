@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
-from radixkv.cache.base import NO_BLOCKS
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.cache.contract import NO_BLOCKS
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt, parts
 from radixkv.cache.null import NullCache
-from radixkv.cache.radix import RadixCache
+from radixkv.cache.radix.cache import RadixCache
 
 # Called with a block size. A new cache is one line here.
 FACTORIES = {

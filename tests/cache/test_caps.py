@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.block_allocator import OutOfBlocks
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.blocks.allocator import OutOfBlocks
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Salt
-from radixkv.cache.radix import RadixCache
-from radixkv.kv_manager import KVManager
-from radixkv.replay import CacheConfig, Replay
+from radixkv.cache.radix.cache import RadixCache
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import RandomRun, content_keys

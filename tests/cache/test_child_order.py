@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.cache.child_order import ChildOrder
+from radixkv.cache.radix.child_order import ChildOrder
 
 KEYS = st.binary(min_size=1, max_size=3)
 

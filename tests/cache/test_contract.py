@@ -1,12 +1,12 @@
-"""What every cache promises (`radixkv.cache.base.PrefixCache`), on every cache; NullCache by holding nothing."""
+"""What every cache promises (`radixkv.cache.contract.PrefixCache`), on every cache; NullCache by holding nothing."""
 
 import numpy as np
 import pytest
 
-from radixkv.cache.base import CacheSizes
+from radixkv.cache.contract import CacheSizes
 from radixkv.cache.namespace import LoRA, Media, Salt
 from radixkv.cache.null import NullCache
-from radixkv.tokens import pack
+from radixkv.cache.tokens import pack
 
 BLOCK_SIZE = 16
 

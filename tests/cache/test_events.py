@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 
 from radixkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventEmitter
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.hashing import BlockHasher
 from radixkv.cache.namespace import Interner, LoRA, Media, Salt, parts
 from radixkv.cache.null import NullCache
-from radixkv.cache.radix import RadixCache
-from radixkv.tokens import pack, unpack
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.tokens import pack, unpack
 
 # Called with a block size; each announces the hashes of `sha256_cbor`. A new cache is one line here.
 SUBSCRIBED = {

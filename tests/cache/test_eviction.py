@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from radixkv.cache.base import Tail
-from radixkv.cache.eviction import Cost, Lfu, Policy, Probation, make_policy
-from radixkv.cache.radix import RadixCache
+from radixkv.cache.contract import Tail
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.eviction import Cost, Lfu, Policy, Probation, make_policy
 
 
 def put(cache, tokens, block, tail=None):

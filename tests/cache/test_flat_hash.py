@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.cache.base import CacheCorruption, CacheSizes
-from radixkv.cache.block_content import BlockContent
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.cache.contract import CacheCorruption, CacheSizes
+from radixkv.cache.flat_hash.cache import FlatHashCache
+from radixkv.cache.flat_hash.contents import BlockContent
 from radixkv.cache.namespace import LoRA, Media, Salt
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.cache.hashing import ALGORITHMS, BlockHasher, extra_keys
 from radixkv.cache.namespace import LoRA, Media, Salt, parts
-from radixkv.tokens import pack
+from radixkv.cache.tokens import pack
 
 TOKENS = pack(range(40))
 
@@ -109,7 +109,7 @@ def test_digests_are_cut_to_their_first_bits(bits):
 
 def test_importing_needs_no_optional_library():
     code = (
-        "import sys, radixkv.cache.flat_hash as f; f.FlatHashCache(16).acquire(range(64));"
+        "import sys, radixkv.cache.flat_hash.cache as f; f.FlatHashCache(16).acquire(range(64));"
         "assert not {'cbor2', 'xxhash', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

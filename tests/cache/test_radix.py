@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from radixkv.cache.base import Tail
-from radixkv.cache.eviction import POLICIES
+from radixkv.cache.contract import Tail
 from radixkv.cache.namespace import LoRA, Media, Salt
-from radixkv.cache.radix import RadixCache
-from radixkv.cache.tree import MAX_SPAN_BYTES
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.eviction import POLICIES
+from radixkv.cache.radix.tree import MAX_SPAN_BYTES
 
 
 def put(cache, token_ids, first_block, namespace=None, *, tail=False):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.cache.radix import RadixCache
+from radixkv.cache.radix.cache import RadixCache
 
 sys.path.insert(0, str(Path(__file__).parent))
 from leaf_first_oracle import LeafFirstFlatHash

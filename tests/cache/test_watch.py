@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import Salt
 from radixkv.cache.null import NullCache
-from radixkv.cache.radix import RadixCache
+from radixkv.cache.radix.cache import RadixCache
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import RandomRun, content_keys

@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 PYTEST = ("pytest", "-q", "-x", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow")
 RUNS = {
     "kernels' self-test": ("radixkv_kernels.selftest",),
-    "engine's self-test": ("radixkv.selftest", "--runs", "2"),
-    "engine's, bfloat16": ("radixkv.selftest", "--runs", "1", "--dtype", "bfloat16"),
+    "engine's self-test": ("radixkv.engine.selftest", "--runs", "2"),
+    "engine's, bfloat16": ("radixkv.engine.selftest", "--runs", "1", "--dtype", "bfloat16"),
     "rules": (*PYTEST, "tests/kernels/test_row_rules.py", "tests/kernels/test_selftest.py"),
     "elements": (*PYTEST, "tests/kernels/test_elementwise.py"),
     "attention": (*PYTEST, "tests/kernels/test_invariance.py"),
     "tree attention": (*PYTEST, "tests/kernels/test_tree_attention.py"),
-    "model": (*PYTEST, "tests/model/test_invariance.py"),
+    "model": (*PYTEST, "tests/engine/model/test_invariance.py"),
     "errors": (*PYTEST, "tests/kernels/test_feature_matrix.py", "tests/kernels/test_cases.py"),
 }
 

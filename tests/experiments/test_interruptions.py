@@ -15,8 +15,8 @@ import pytest
 
 from experiments import catalog, work_savings
 from experiments.__main__ import main
-from experiments.lab import find_result, read_result
-from experiments.report import write_report
+from experiments.lab.report import write_report
+from experiments.lab.run import find_result, read_result
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -25,7 +25,7 @@ import os, signal, sys, time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-import experiments.lab
+import experiments.lab.run
 
 HERE = Path(sys.argv[1])
 
@@ -48,9 +48,9 @@ if __name__ == "__main__":
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # what runs the tests may ignore some, which would be inherited
         signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
     # two at once on any machine: cells 0 and 1 end, 2 and 3 begin
-    experiments.lab.os.cpu_count = lambda: 2
+    experiments.lab.run.os.cpu_count = lambda: 2
     cells = [(f"cell {n}", partial(measure, n)) for n in range(Config().cells)]
-    experiments.lab.conduct("numbers", HERE / "out", Config(), cells, Numbers(), at_once=sys.argv[2] == "at once")
+    experiments.lab.run.conduct("numbers", HERE / "out", Config(), cells, Numbers(), at_once=sys.argv[2] == "at once")
 """
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_is_stopped_leaves_no_process_and_goes_on_where_it_was(tmp_pa
 
 
 def test_signals_are_handled_as_before_afterwards(tmp_path):
-    from experiments.lab import Interrupted, interruptible
+    from experiments.lab.run import Interrupted, interruptible
 
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -15,9 +15,9 @@ import pytest
 
 from experiments import catalog, harness, work_savings
 from experiments.__main__ import main
-from experiments.harness import recorded_tables
-from experiments.lab import conduct
-from experiments.report import write_report
+from experiments.lab.harness import recorded_tables
+from experiments.lab.report import write_report
+from experiments.lab.run import conduct
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def test_a_browser_loads_the_page(results):
 
 def test_the_summary_is_computed_from_the_rows(tmp_path):
     from experiments import divergence, index_cost, workload_worth
-    from experiments.summary import buys, costs, workloads
+    from experiments.lab.summary import buys, costs, workloads
 
     for module in (divergence, index_cost, workload_worth):
         module.main(["--smoke", "--out", str(tmp_path)])
@@ -289,7 +289,7 @@ def gpu_rows(failing=False):
 @pytest.mark.parametrize("failing", [False, True])
 def test_results_of_a_gpu_are_shown_too(tmp_path, failing):
     from experiments import gpu_kernels
-    from experiments.harness import environment, save
+    from experiments.lab.harness import environment, save
 
     save(tmp_path, "gpu_kernels", {}, gpu_rows(failing), environment=environment() | {"device": "some GPU"})
     page = write_report(tmp_path).read_text()

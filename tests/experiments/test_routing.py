@@ -3,7 +3,7 @@
 import json
 
 from experiments import route_cost, routing
-from experiments.lab import conduct
+from experiments.lab.run import conduct
 
 
 def test_routers_on_the_chat(tmp_path, capsys):

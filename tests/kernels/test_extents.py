@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from radixkv_kernels.plan_cells import Extents
+from radixkv_kernels.plan.cells import Extents
 
 CELL = 8
 

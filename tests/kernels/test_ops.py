@@ -6,7 +6,7 @@ import pytest
 import radixkv_kernels.ops  # noqa: F401
 import torch
 from radixkv_kernels import PlanBuffers, TreePlan, plan_tile
-from radixkv_kernels.plan_tensors import FIELDS
+from radixkv_kernels.plan.tensors import FIELDS
 
 from tests.kernels.problems import Shape, make
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from radixkv_kernels import plan_order
-from radixkv_kernels.plan_order import KeptOrder, sort_sequences
+from radixkv_kernels.plan.order import KeptOrder, sort_sequences
 
 
 @pytest.mark.parametrize("top", [1 << 62, 3000, 40])

@@ -3,17 +3,17 @@
 from typing import NamedTuple
 
 SCRIPTS = ("tests/test_shadow_engine.py::test_random_scripts",)
-MANAGER = ("tests/test_kv_manager.py", "-k", "not every_row_read")
+MANAGER = ("tests/blocks/test_kv_manager.py", "-k", "not every_row_read")
 ISOLATION = ("tests/test_isolation.py",)
-READERS = ("tests/workloads/test_keys.py",)
-ORDER = ("tests/workloads/test_order.py",)
-MEDIA = ("tests/workloads/test_media.py",)
-EMPTY = ("tests/workloads/test_empty_prompts.py",)
+READERS = ("tests/traces/test_keys.py",)
+ORDER = ("tests/traces/test_order.py",)
+MEDIA = ("tests/traces/test_media.py",)
+EMPTY = ("tests/traces/test_empty_prompts.py",)
 MASKS = ("tests/kernels/test_transformers_masks.py",)
 UNSEEN = ("tests/kernels/test_unseen.py",)
 INTERRUPTIONS = ("tests/experiments/test_interruptions.py",)
 STEPPING = ("tests/kernels/test_stepping.py",)
-INTERRUPTED = ("tests/kernels/test_planner.py", "tests/test_tree_plans.py", "-k", "interrupted")
+INTERRUPTED = ("tests/kernels/test_planner.py", "tests/engine/test_tree_plans.py", "-k", "interrupted")
 
 
 class Fault(NamedTuple):
@@ -45,7 +45,7 @@ FAULTS = [
         "KVManager.begin",
         "packed[:-TOKEN_BYTES]",
         "packed",
-        ("tests/test_kv_manager.py::test_at_least_one_token_is_computed",),
+        ("tests/blocks/test_kv_manager.py::test_at_least_one_token_is_computed",),
     ),
     Fault("what this very step computes is copied from", "Node.is_computed", "self.fresh < self.num_blocks", "True"),
     Fault(
@@ -212,14 +212,14 @@ FAULTS = [
         "HeldSignals._arrived",
         "self._is_open",
         "True",
-        ("tests/test_held_signals.py",),
+        ("tests/engine/test_held_signals.py",),
     ),
     Fault(
         "generate that is left goes on",
         "Engine.generate",
         "self._abort(generations)",
         "",
-        ("tests/test_held_signals.py",),
+        ("tests/engine/test_held_signals.py",),
     ),
     Fault(
         "an abort is taken out of its queue first",
@@ -241,21 +241,21 @@ FAULTS = [
         "Scheduler.fork",
         "return (other, copies)",
         "self.copied(other, sequence)\nreturn (other, copies)",
-        ("tests/test_scheduler.py", "-k", "once_its_copies"),
+        ("tests/scheduling/test_scheduler.py", "-k", "once_its_copies"),
     ),
     Fault(
         "a cache serves two managers",
         "KVManager.__init__",
         'take_over(cache, "cache", self)',
         "",
-        ("tests/test_engine.py", "-k", "one_owner"),
+        ("tests/engine/test_engine.py", "-k", "one_owner"),
     ),
     Fault(
         "an engine takes any pool",
         "Engine.__init__",
         "wanted != got",
         "False",
-        ("tests/test_engine.py", "-k", "not_the_runners"),
+        ("tests/engine/test_engine.py", "-k", "not_the_runners"),
     ),
     Fault(
         "a cache takes a block twice",
@@ -276,21 +276,21 @@ FAULTS = [
         "Scheduler._keep",
         "self._num_kept_tokens > self._num_slots",
         "False",
-        ("tests/test_waiting.py", "-k", "kept"),
+        ("tests/scheduling/test_waiting.py", "-k", "kept"),
     ),
     Fault(
         "copies run in the first layer alone",
         "Runner.copy",
         "self.config.num_layers",
         "1",
-        ("tests/model/test_runner.py",),
+        ("tests/engine/model/test_runner.py",),
     ),
     Fault(
         "slots are off by one",
         "Runner._input",
         "positions % self.block_size",
         "(positions + 1) % self.block_size",
-        ("tests/model/test_runner.py",),
+        ("tests/engine/model/test_runner.py",),
     ),
     # ---- tenants
     Fault(
@@ -621,7 +621,7 @@ FAULTS = [
         "_Known._update",
         "table.copy() if table.flags.writeable else table",
         "table",
-        ("tests/test_tree_plans.py", "-k", "changed_in_a_table"),
+        ("tests/engine/test_tree_plans.py", "-k", "changed_in_a_table"),
     ),
     Fault(
         "plans: a pickled plan takes its planner along",
@@ -638,41 +638,41 @@ FAULTS = [
                 return _WAYS[rule.way(padded)](x, weight, bias)[:num_rows].contiguous()
         """,
         "if True:\n    return _WAYS[0](x, weight, bias)[:num_rows].contiguous()",
-        ("tests/model/test_row_linear.py",),
+        ("tests/engine/model/test_row_linear.py",),
     ),
     Fault(
         "a size is computed the wrong way about",
         "linear",
         "rule.way(part.shape[0])",
         "0",
-        ("tests/model/test_row_linear.py",),
+        ("tests/engine/model/test_row_linear.py",),
     ),
     Fault(
         "rows without a rule are computed all the same",
         "Decoder.check_rows",
         "linear_rule(*shape).require()",
         "linear_rule(*shape)",
-        ("tests/model/test_invariance.py", "-k", "nothing_agrees"),
+        ("tests/engine/model/test_invariance.py", "-k", "nothing_agrees"),
     ),
     Fault(
         "attention without a rule is computed all the same",
         "Decoder.check_rows",
         "attention_row_rule(self.weights.embedding.dtype, self.config.head_dim).require()",
         "",
-        ("tests/model/test_invariance.py", "-k", "without_a_rule"),
+        ("tests/engine/model/test_invariance.py", "-k", "without_a_rule"),
     ),
     Fault(
         "a change of threads is not noticed",
         "Decoder.check_rows",
         "settings() == self._checked",
         "self._checked is not None",
-        ("tests/model/test_invariance.py", "-k", "nothing_agrees"),
+        ("tests/engine/model/test_invariance.py", "-k", "nothing_agrees"),
     ),
     Fault(
         "weights begin anywhere",
         "InvariantArithmetic.prepared",
         "row_linear.aligned",
         "lambda weight: weight",
-        ("tests/model/test_invariance.py", "-k", "aligned"),
+        ("tests/engine/model/test_invariance.py", "-k", "aligned"),
     ),
 ]

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from radixkv.model_shapes import MODEL_SHAPES
 from radixkv.simulate import FEATURES, GPUS, Fitted, Roofline, StepLoad
+from radixkv.simulate.model_shapes import MODEL_SHAPES
 
 
 @pytest.mark.parametrize(

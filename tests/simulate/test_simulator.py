@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 
 from experiments.dry_run import dry_run
-from radixkv.cache.flat_hash import FlatHashCache
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.null import NullCache
-from radixkv.cache.radix import RadixCache
-from radixkv.engine import Engine
-from radixkv.kv_manager import KVManager
-from radixkv.ordering import ORDERS
-from radixkv.replay import CacheConfig, Replay
-from radixkv.request import Request, SamplingParams
-from radixkv.scheduler import Scheduler, SchedulerConfig
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.tokens import pack
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.ordering import ORDERS
+from radixkv.scheduling.request import Request, SamplingParams
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import ClosedLoop, OpenLoop, Roofline, Simulator, StepLoad, at_once, run
 from radixkv.simulate import simulator as simulator_module
-from radixkv.tokens import pack
-from radixkv.workloads import TraceRequest, open_workload
+from radixkv.traces import TraceRequest, open_workload
 
 CACHES = {"radix": RadixCache, "flat_hash": lambda size: FlatHashCache(size, verify=True), "null": NullCache}
 

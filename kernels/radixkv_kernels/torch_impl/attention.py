@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface import AttentionSpec, AttentionTensors
-from ..plan import TreePlan
-from ..plan_tensors import PlanTensors
+from ..contract import AttentionSpec, AttentionTensors
+from ..plan.tensors import PlanTensors
+from ..plan.tree_plan import TreePlan
 from .cells import CELL_SIZE
 from .narrow import attend_narrow
 from .rows import Job, split

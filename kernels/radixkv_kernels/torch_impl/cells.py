@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..interface import AttentionSpec, AttentionTensors
+from ..contract import AttentionSpec, AttentionTensors
 from ..row_rules import RowRule, Way, cancelling, normal, rule_of
 
 CELL_SIZE = 256

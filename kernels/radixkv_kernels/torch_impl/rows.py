@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface import AttentionSpec, AttentionTensors
+from ..contract import AttentionSpec, AttentionTensors
 from .cells import CellMath, RowBounds
 from .gather import CacheReader
 from .workspace import Workspace

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan import TreePlan
-from ..plan_tensors import HostPlan
+from ..plan.tensors import HostPlan
+from ..plan.tree_plan import TreePlan
 from .cells import CELL_SIZE, RUN_CELLS
 from .narrow import NarrowGroup, fold_group, narrow_step
 from .rows import NARROW_ROWS, Job

@@ -20,10 +20,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ..contract import AttentionSpec, AttentionTensors
 from ..errors import UnsupportedImplementation
-from ..interface import AttentionSpec, AttentionTensors
-from ..plan import TreePlan
-from ..plan_tensors import PlanTensors
+from ..plan.tensors import PlanTensors
+from ..plan.tree_plan import TreePlan
 from ..validate import expect
 from . import attention, cache_kernels, merge_kernel
 from .config import Config, Key, head_block, tables

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import AttentionSpec, AttentionTensors
-from ..plan_tensors import PlanTensors
+from ..contract import AttentionSpec, AttentionTensors
+from ..plan.tensors import PlanTensors
 from ..validate import expect
 from .attention_kernel import attention_kernel
 from .config import Config

@@ -1,0 +1,1 @@
+"""Plans of tree attention: which rows read which cells of KV together."""

@@ -1,0 +1,442 @@
+"""KVManager: the only place where the cache meets the allocator, and who holds which block is known.
+
+A sequence's blocks, by who owns them::
+
+    position      0            lease.num_tokens          num_tokens
+    block_table   [ the cache's, pinned | the sequence's own    ]
+                                  ^ a partial match is copied into the first of its own
+
+    every block of the pool:   free (allocator) + private (sequences) + pinned + evictable (cache) == num_blocks
+
+Called by the scheduler and by `radixkv.blocks.replay`. One step: `begin` (match), `grow` (blocks), `publish` (as soon as the
+step is scheduled, so that one batch computes a shared prefix once), then run the copies and the forward pass, then
+`commit`; or `withdraw`, which puts everything back as it was before the step. `end` when a request is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from radixkv.blocks.allocator import BlockAllocator, OutOfBlocks
+from radixkv.blocks.sequence_blocks import BlockCopy, PoolSizes, ResetStats, SequenceBlocks, StepLog
+from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, PrefixCache, Tail, check_count, take_over
+from radixkv.cache.namespace import Namespace
+from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack
+
+
+class KVManager:
+    """Hands blocks to sequences, evicting cached ones where needed.
+
+    Args:
+        cache: any `radixkv.cache.contract.PrefixCache` that holds nothing; this manager's alone from now on.
+        num_blocks: blocks in the pool; None for a pool without end.
+
+    Attributes:
+        num_evicted_blocks: blocks evicted to make room, so far.
+
+    Raises:
+        ValueError: num_blocks is below 1; the cache belongs to another manager, or holds blocks already: they would be
+            served as if this pool's had been written.
+
+    An exception that a method does not document (Ctrl-C, no memory left) may leave the manager half way; `clear` makes
+    it usable again.
+    """
+
+    def __init__(self, cache: PrefixCache, num_blocks: int | None = None) -> None:
+        if num_blocks is not None and check_count("num_blocks", num_blocks) == 0:
+            raise ValueError("num_blocks: expected an int >= 1 or None, got 0")
+        if sum(cache.sizes):
+            raise ValueError(f"cache: expected one that holds nothing, got {sum(cache.sizes)} blocks of another pool")
+        take_over(cache, "cache", self)
+        self.cache = cache
+        self.owner: Any = None  # the scheduler that it belongs to
+        self.num_evicted_blocks = 0
+        self._num_blocks = num_blocks
+        self._begin()
+
+    def _begin(self) -> None:
+        self.allocator = BlockAllocator(self._num_blocks)
+        self._sequences: dict[int, SequenceBlocks] = {}
+        self._copying: list[SequenceBlocks] = []
+        self._step: dict[int, StepLog] = {}  # by id of a sequence held here: of those that the step has changed
+
+    def clear(self) -> None:
+        """Begins anew: every block is free, nothing is cached, every sequence has ended.
+
+        For a caller that was interrupted in the middle of a call. Cost: as `PrefixCache.clear`.
+        """
+        self._begin()
+        self.cache.clear()
+
+    # ---- admission
+
+    def begin(self, token_ids: TokenIds, namespace: Namespace | None = None) -> SequenceBlocks:
+        """Matches and pins what is cached of a prompt, all but its last token: one has to be computed.
+
+        Args:
+            token_ids: [>= 1] the prompt.
+
+        Raises:
+            ValueError: the prompt is empty.
+
+        Cost: as `PrefixCache.acquire`.
+        """
+        packed = pack(token_ids)
+        if not packed:
+            raise ValueError("token_ids: expected at least one token, got none")
+        lease = self.cache.acquire(packed[:-TOKEN_BYTES], namespace)
+        num_partial = lease.partial.num_tokens if lease.partial else 0
+        sequence = SequenceBlocks(lease, lease.block_ids, lease.num_tokens + num_partial)
+        self._sequences[id(sequence)] = sequence
+        self._step[id(sequence)] = StepLog(0, NO_BLOCKS, 0)  # before the step it had nothing
+        return sequence
+
+    def cancel(self, sequence: SequenceBlocks) -> None:
+        """Undoes `begin` and `grow` as if they had not been: pins, recency and counts.
+
+        Raises:
+            ValueError: the sequence has published, or advanced; `end` it.
+        """
+        self._check_committed(sequence)
+        if self._num_leased(sequence) != len(sequence.lease.block_ids):
+            raise ValueError(f"sequence: expected one as `begin` made it, got one with {sequence.lease}")
+        self._forget(sequence)
+        self._free_own(sequence, self._num_leased(sequence))
+        self.cache.cancel(sequence.lease)
+
+    def grow(self, sequence: SequenceBlocks, num_tokens: int) -> None:
+        """Gives a sequence blocks for its first num_tokens tokens, evicting where the free ones do not suffice.
+
+        Where the block that a partial match pins is the one that is missing, the match is given up and
+        `num_cached_tokens` falls back to whole blocks.
+
+        Raises:
+            OutOfBlocks: not enough could be made free; nothing was changed, but a partial match may be given up.
+        """
+        self._check_held(sequence)
+        block_size = self.cache.block_size
+        missing = -(-check_count("num_tokens", num_tokens) // block_size) - len(sequence.block_table)
+        if missing <= 0:
+            return
+        if missing == self.num_available + 1 and sequence.lease.partial and not sequence.copy:
+            self.give_up_partial(sequence)
+        grown = self._take(missing)
+        self._log(sequence).grown.append(grown)
+        destination = len(sequence.block_table)
+        sequence.block_table = np.concatenate([sequence.block_table, grown])
+        partial = sequence.lease.partial
+        if partial and not sequence.copy and destination == self._num_leased(sequence):
+            sequence.copy = BlockCopy(partial.block_id, int(grown[0]), partial.num_tokens)
+            self._copying.append(sequence)
+
+    def give_up_partial(self, sequence: SequenceBlocks) -> None:
+        """Goes on without the partial match: its source is pinned no longer, its rows are to be computed."""
+        self._drop_partial(sequence, self._num_leased(sequence))
+
+    def fork(self, sequence: SequenceBlocks, token_ids: TokenIds) -> tuple[SequenceBlocks, list[BlockCopy]]:
+        """Makes a second sequence of the same tokens: what is published is shared, the rest is copied.
+
+        Args:
+            token_ids: the tokens whose KV the sequence has, from position 0; not in the middle of a step.
+
+        Returns:
+            The second sequence, and the copies, to be run before anything else is: no commit waits for them.
+
+        Raises:
+            OutOfBlocks: there is no room for the copies; nothing was changed.
+        """
+        self._check_committed(sequence)
+        packed = pack(token_ids)
+        width = self.cache.block_size * TOKEN_BYTES
+        is_stale = sequence.lease.is_stale  # then what is cached by now is other KV than the sequence's
+        lease = self.cache.acquire(
+            b"" if is_stale else packed[: self._num_leased(sequence) * width], sequence.lease.namespace
+        )
+        lease.is_stale = is_stale
+        shared = lease.num_tokens // self.cache.block_size
+        sources = sequence.block_table[shared : -(-len(packed) // width)]
+        try:
+            own = self._take(len(sources))
+        except OutOfBlocks:
+            self.cache.cancel(lease)
+            raise
+        other = SequenceBlocks(lease, np.concatenate([lease.block_ids, own]), lease.num_tokens)
+        self._sequences[id(other)] = other
+        num_rows = [
+            min(self.cache.block_size, len(packed) // TOKEN_BYTES - i * self.cache.block_size)
+            for i in range(shared, shared + len(sources))
+        ]
+        return other, [BlockCopy(*pair) for pair in zip(sources.tolist(), own.tolist(), num_rows, strict=True)]
+
+    def _drop_partial(self, sequence: SequenceBlocks, num_blocks: int) -> None:
+        sequence.copy = None
+        self.cache.unpin_partial(sequence.lease)
+        sequence.num_cached_tokens = min(sequence.num_cached_tokens, num_blocks * self.cache.block_size)
+        if log := self._step.get(id(sequence)):  # given up for good
+            log.num_cached_tokens = min(log.num_cached_tokens, sequence.num_cached_tokens)
+
+    @property
+    def num_available(self) -> int | float:
+        """Blocks that `grow` could hand out: free or evictable; without end for a growing pool."""
+        if self.allocator.num_blocks is None:
+            return float("inf")
+        return self.allocator.num_free + self.cache.sizes.evictable
+
+    def _take(self, num_blocks: int) -> Blocks:
+        if self.allocator.num_blocks is None:
+            return self.allocator.take(num_blocks)
+        if num_blocks > self.num_available:
+            raise OutOfBlocks(
+                f"{num_blocks} blocks wanted; {self.allocator.num_free} of {self.allocator.num_blocks} are free and "
+                f"{self.cache.sizes.evictable} evictable"
+            )
+        missing = num_blocks - self.allocator.num_free
+        if missing > 0:
+            evicted = self.cache.evict(missing)
+            self.num_evicted_blocks += len(evicted)
+            # What was never cached goes first, then in order of eviction: the free queue of a flat hash.
+            taken = self.allocator.take(self.allocator.num_free)
+            self.allocator.free(evicted)
+            return np.concatenate([taken, self.allocator.take(num_blocks - len(taken))])
+        return self.allocator.take(num_blocks)
+
+    # ---- a step
+
+    def advance(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
+        """Matches on from the lease's end, before a further chunk: somebody may have published it in the meantime.
+
+        Args:
+            token_ids: the sequence's tokens from position `start` on, as far as they may be matched (not the last one
+                that must be computed).
+            start: at most lease.num_tokens; pass that to spare packing what is matched already.
+
+        Returns:
+            Tokens that the lease gained.
+
+        Raises:
+            ValueError: the sequence has published in this step.
+        """
+        self._check_committed(sequence)
+        log, first = self._log(sequence), self._num_leased(sequence)
+        gained = self.cache.advance(sequence.lease, _after(sequence, token_ids, start))
+        if not len(gained):
+            return 0
+        if sequence.lease.partial and not sequence.copy:  # it continued the old end
+            self._drop_partial(sequence, first)
+        self._replace(sequence, log, first, gained)
+        sequence.num_cached_tokens = max(sequence.num_cached_tokens, sequence.lease.num_tokens)
+        return len(gained) * self.cache.block_size
+
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
+        """Publishes the full blocks after the lease's end, all of whose tokens are computed once this step has run.
+
+        Blocks that the cache has already take the place of the sequence's own, which nothing may write to any more
+        and which are freed when the step is committed.
+
+        Args:
+            token_ids: the sequence's tokens from position `start` on, up to the last that this step computes; they must
+                have blocks. Rows that a partial match copies are the sequence's own, and published with the rest.
+            start: at most lease.num_tokens; pass that to spare packing what is published already.
+
+        Returns:
+            Tokens, from the old end of the lease on, that were cached already: their slots are not to be written.
+
+        Raises:
+            ValueError: the sequence has too few blocks for these tokens, or `start` is after the lease's end.
+        """
+        self._check_held(sequence)
+        first = self._num_leased(sequence)
+        own = sequence.block_table[first:]
+        rest = _after(sequence, token_ids, start)
+        num_blocks = len(rest) // (self.cache.block_size * TOKEN_BYTES)
+        if num_blocks > len(own):
+            num_tokens = (first + num_blocks) * self.cache.block_size
+            raise ValueError(
+                f"sequence: expected blocks for {num_tokens} tokens, got {len(sequence.block_table)} blocks"
+            )
+        log = self._log(sequence)
+        duplicates = self.cache.insert(sequence.lease, rest, own)
+        num_duplicates = len(duplicates)
+        self._replace(sequence, log, first, duplicates[:, 1])
+        if self._num_leased(sequence) > first + num_duplicates:
+            log.has_published = True
+        self._reclaim()
+        return num_duplicates * self.cache.block_size
+
+    @property
+    def copies(self) -> list[BlockCopy]:
+        """The copies to run before the next forward pass."""
+        return [sequence.copy for sequence in self._copying if sequence.copy]
+
+    def commit(self) -> None:
+        """The step has run: its copies are done, its blocks can be copied from, and what it replaced is free."""
+        for sequence in self._copying:
+            if sequence.copy:
+                sequence.copy = None
+                self.cache.unpin_partial(sequence.lease)
+        self._copying.clear()
+        for log in self._step.values():
+            for own in log.replaced:
+                self.allocator.free(own)
+        self._step.clear()
+        self.cache.commit()
+        self._reclaim()
+
+    def withdraw(self) -> None:
+        """The step has failed: every sequence has what it had before it, and what others had published by then.
+
+        What was published is its sequence's own again, and free if it came in this step. So a sequence may have fewer
+        blocks than `grow` gave it, and fewer cached tokens than `begin` found: `block_table`, `num_cached_tokens` and
+        `copy` say what is left. (A tail that was replaced in the cache is gone: one partly filled block.)
+        """
+        self.cache.withdraw()
+        for key, log in self._step.items():
+            sequence = self._sequences[key]
+            leased = self._num_leased(sequence)  # cut back to what earlier steps had computed
+            self.allocator.free(log.to_free(leased))
+            sequence.block_table = np.concatenate([sequence.block_table[:leased], log.kept(leased)])
+            if sequence.copy and sequence.copy.destination not in sequence.block_table:
+                self._copying.remove(sequence)
+                sequence.copy = None
+            num_partial = sequence.lease.partial.num_tokens if sequence.lease.partial else 0
+            sequence.num_cached_tokens = max(log.num_cached_tokens, sequence.lease.num_tokens + num_partial)
+        self._step.clear()
+
+    def end(self, sequence: SequenceBlocks, token_ids: TokenIds = b"", *, start: int = 0) -> None:
+        """Ends a sequence: its pins are let go, its own blocks are freed.
+
+        Args:
+            token_ids: the sequence's tokens from position `start` on whose KV was computed. What follows the lease's
+                end, fewer than a block, is published as a partly filled block where the cache keeps such.
+            start: at most lease.num_tokens.
+
+        Raises:
+            ValueError: the sequence has ended, or published in a step that is neither committed nor withdrawn; a whole
+                block is not published yet; copied rows are to be published but were not copied; `start` is after the
+                lease's end.
+        """
+        self._check_committed(sequence)
+        leased = self._num_leased(sequence)
+        tail = None
+        packed = pack(token_ids)
+        rest = _after(sequence, packed, start) if packed else b""
+        if rest and sequence.copy:
+            raise ValueError("token_ids: expected none, as the rows of the partial match were never copied")
+        if sequence.lease.is_stale:
+            rest = b""
+        if len(rest) >= self.cache.block_size * TOKEN_BYTES and self.cache.partial_blocks:
+            raise ValueError(
+                f"token_ids: expected fewer than {self.cache.block_size} after the {sequence.lease.num_tokens} "
+                f"published, got {len(rest) // TOKEN_BYTES}"
+            )
+        if rest and self.cache.partial_blocks and leased < len(sequence.block_table):
+            tail = Tail(rest, int(sequence.block_table[leased]))
+        self.cache.release(sequence.lease, tail)
+        self._forget(sequence)
+        self._free_own(sequence, leased + (tail is not None))
+        self._reclaim()
+
+    def reset(self, namespace: Namespace | None = None) -> ResetStats:
+        """Forgets what is cached, between two steps; who runs goes on with what it has, for itself alone.
+
+        Args:
+            namespace: only what depends on one of these parts; None: everything.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if any(log.has_published for log in self._step.values()):
+            raise RuntimeError("reset: expected the step to be committed or withdrawn before")
+        superseded = self.cache.num_superseded_blocks
+        forgotten = self.cache.reset(namespace)
+        self.allocator.free(forgotten.block_ids)
+        self._reclaim()
+        num_stale = sum(sequence.lease.is_stale for sequence in self._sequences.values())
+        return ResetStats(len(forgotten.block_ids) + superseded, forgotten.num_pinned, num_stale)
+
+    # ---- who holds what
+
+    @property
+    def sizes(self) -> PoolSizes:
+        """Blocks by who holds them; `private` is counted from the tables."""
+        private = sum(len(s.block_table) - self._num_leased(s) for s in self._sequences.values())
+        private += sum(len(own) for log in self._step.values() for own in log.replaced)
+        cached = self.cache.sizes
+        return PoolSizes(self.allocator.num_free, private, cached.pinned, cached.evictable)
+
+    def check(self) -> None:
+        """Raises CacheCorruption unless every block is held exactly once, and the cache's own invariants hold."""
+        self.cache.check()
+        own = [s.block_table[self._num_leased(s) :] for s in self._sequences.values()]
+        own += [blocks for log in self._step.values() for blocks in log.replaced]
+        private = np.concatenate([NO_BLOCKS, *own])
+        if len(np.unique(private)) != len(private):
+            raise CacheCorruption("violated: no block is private to two sequences")
+        if np.isin(private, self.allocator.free_ids()).any():
+            raise CacheCorruption("violated: no block of a sequence is free")
+        for sequence in self._sequences.values():
+            if np.isin(sequence.block_table, self.allocator.free_ids()).any():
+                raise CacheCorruption("violated: no block table holds a freed block")
+        sizes = self.sizes
+        total = self.allocator.num_used + self.allocator.num_free
+        if sizes.num_blocks != total:
+            raise CacheCorruption(f"violated: free + private + pinned + evictable == {total}, got {sizes}")
+
+    def _check_held(self, sequence: SequenceBlocks) -> None:
+        if sequence is None or self._sequences.get(id(sequence)) is not sequence:
+            raise ValueError("sequence: expected one that this manager began and that has not ended")
+
+    def _check_committed(self, sequence: SequenceBlocks) -> None:
+        self._check_held(sequence)
+        if (log := self._step.get(id(sequence))) and log.has_published:
+            raise ValueError("sequence: expected one whose last step was committed or withdrawn")
+
+    def _log(self, sequence: SequenceBlocks) -> StepLog:
+        """What the step has done to a sequence; begun before the first change."""
+        log = self._step.get(id(sequence))
+        if log is None:
+            first = self._num_leased(sequence)
+            log = StepLog(first, sequence.block_table[first:], sequence.num_cached_tokens)
+            self._step[id(sequence)] = log
+        return log
+
+    def _num_leased(self, sequence: SequenceBlocks) -> int:
+        return sequence.lease.num_tokens // self.cache.block_size
+
+    def _replace(self, sequence: SequenceBlocks, log: StepLog, first: int, cached: Blocks) -> None:
+        """Puts the cache's blocks into a table, from block `first` on."""
+        if not len(cached):
+            return
+        end = first + len(cached)
+        own = sequence.block_table[first:end]
+        if len(own):
+            log.replaced.append(own)
+        sequence.block_table = np.concatenate([sequence.block_table[:first], cached, sequence.block_table[end:]])
+
+    def _free_own(self, sequence: SequenceBlocks, first: int) -> None:
+        # Tail first, as the flat hash of engines does: what comes last in a sequence is reused first.
+        self.allocator.free(sequence.block_table[first:][::-1])
+
+    def _forget(self, sequence: SequenceBlocks) -> None:
+        del self._sequences[id(sequence)]
+        if log := self._step.pop(id(sequence), None):
+            for own in log.replaced:
+                self.allocator.free(own)
+        if sequence.copy:
+            sequence.copy = None
+            self._copying.remove(sequence)
+
+    def _reclaim(self) -> None:
+        """Frees at once what a fuller block has replaced."""
+        if self.cache.num_superseded_blocks:
+            self.allocator.free(self.cache.evict(self.cache.num_superseded_blocks))
+
+
+def _after(sequence: SequenceBlocks, token_ids: TokenIds, start: int) -> bytes:
+    """Returns the tokens after the lease's end, packed."""
+    end = sequence.lease.num_tokens
+    if not 0 <= start <= end:
+        raise ValueError(f"start: expected at most {end}, where the sequence's lease ends, got {start}")
+    return pack(token_ids)[(end - start) * TOKEN_BYTES :]

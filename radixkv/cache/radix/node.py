@@ -1,0 +1,145 @@
+"""The node of the radix tree: a span of tokens and the blocks that hold their KV. Used by `radixkv.cache.radix.cache`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixkv.cache.radix.child_order import ChildOrder
+from radixkv.cache.tokens import TOKEN_BYTES, num_common_tokens
+
+BLOCK_ID_BYTES = 4
+
+
+class Node:
+    """A span of whole blocks, or a *tail*: fewer tokens than a block, in one block, never with children.
+
+    Spans and block ids are packed int32 `bytes`: comparing is a memcmp, slicing is a copy (no view keeps a larger array
+    alive), and a block costs four bytes.
+    """
+
+    __slots__ = (
+        "blocks",
+        "born",
+        "children",
+        "entry",
+        "fresh",
+        "heat",
+        "is_forgotten",
+        "is_marked",
+        "order",
+        "parent",
+        "pins",
+        "span",
+        "stamp",
+        "start",
+    )
+
+    def __init__(self, span: bytes, blocks: bytes, parent: Node | None, start: int, born: int) -> None:
+        self.span = span
+        self.blocks = blocks
+        self.parent = parent
+        self.start = start  # tokens before the span
+        self.children: dict[bytes, Node] = {}  # by the first block of the child's span (a tail: by its whole span)
+        self.order: ChildOrder | None = None  # the keys of children, sorted; made when first needed
+        self.pins = 0  # leases that end here + partial matches copied from here + pinned children
+        self.is_marked = False  # whether the span holds an interned id, so that plain tokens may not enter it
+        self.is_forgotten = False  # by a reset: found no more, and gone when the last pin is
+        self.fresh = 0  # blocks at the end of the span that were inserted since the last commit
+        self.born = born
+        self.stamp = born
+        self.heat = 0.0
+        self.entry = 0  # of the order of leaves; 0: it is in none
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.span) // TOKEN_BYTES
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks) // BLOCK_ID_BYTES
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its first block is of a finished step, so that rows can be copied from it."""
+        return self.fresh < self.num_blocks
+
+    def num_common_tokens(self, key: bytes, at: int, is_plain: bool) -> int:
+        """Counts the tokens that the span and a key from byte `at` on have in common.
+
+        Args:
+            is_plain: the key is a caller's own tokens: none of them is an interned id, whatever number it is.
+        """
+        common = num_common_tokens(self.span, key, 0, at)
+        if is_plain and self.is_marked:
+            marks = np.flatnonzero(np.frombuffer(self.span, np.int32, common) < 0)
+            return int(marks[0]) if len(marks) else common
+        return common
+
+    def add_child(self, key: bytes, child: Node) -> None:
+        self.children[key] = child
+        if self.order is not None:
+            self.order.add(key)
+
+    def remove_child(self, key: bytes) -> None:
+        del self.children[key]
+        if self.order is not None:
+            if self.children:
+                self.order.remove(key)
+            else:
+                self.order = None
+
+    def in_order(self) -> ChildOrder:
+        """Returns the keys of the children, sorted, and keeps them so from now on. Cost: O(children) the first time."""
+        if self.order is None:
+            self.order = ChildOrder(self.children)
+        return self.order
+
+    def nearest(self, tokens: bytes, is_plain: bool) -> tuple[Node | None, int]:
+        """Returns the child whose first block shares most leading tokens with these, and how many.
+
+        Only blocks of a finished step count. In sorted order what shares most stands next to where the tokens would
+        stand, and less the further away, so few are looked at.
+
+        Args:
+            is_plain: the tokens are a caller's own: they may not agree with an interned id.
+
+        Cost: O(log children), and the blocks of the step under way that stand between.
+        """
+        children, best, most = self.children, None, 0
+        if len(children) < 2:
+            for key, child in children.items():
+                common = min(child.num_common_tokens(tokens, 0, is_plain), len(key) // TOKEN_BYTES)
+                if common and child.is_computed:
+                    return child, common
+            return None, 0
+        order = self.in_order()
+        start = order.place(tokens)
+        for step in (order.up, order.down):
+            key, at = step(start)
+            while key:
+                child = children[key]
+                common = min(child.num_common_tokens(tokens, 0, is_plain), len(key) // TOKEN_BYTES)
+                if common <= most:
+                    break
+                if child.is_computed:
+                    best, most = child, common
+                    break
+                key, at = step(at)
+        return best, most
+
+    def tail_before(self, span: bytes) -> Node | None:
+        """Returns the child that is a tail and a proper prefix of this span, if there is one. Cost: O(log children).
+
+        At most one is: a tail that is a prefix of another was replaced by it. And nothing stands between the two in
+        sorted order: it would have replaced the tail as well.
+        """
+        if len(self.children) == 1:
+            (key,) = self.children
+        elif self.order is None:  # it is kept from the first tail on
+            return None
+        else:
+            key, _ = self.order.down(self.order.place(span))
+            if not key:
+                return None
+        # A whole block that begins the span would have been walked into.
+        return self.children[key] if span.startswith(key) else None

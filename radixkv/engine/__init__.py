@@ -1,0 +1,1 @@
+"""The engine: a model, its KV tensors, and steps that the scheduler plans."""
