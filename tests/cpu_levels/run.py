@@ -124,10 +124,10 @@ def main(arguments: list[str]) -> int:
                         verdict = f"FAILED: {', '.join(failed)}" if failed else f"same bits ({took:.0f} s)"
                     rows.append((name, verdict))
                     print(f"{name:44}{verdict}", flush=True)
-    print(f"\non {model} ({vendor}):\n")
-    print("| level | bits |\n|---|---|")
-    for name, verdict in rows:
-        print(f"| {name} | {verdict} |")
+    if not given.list:
+        print(f"\non {model} ({vendor}):\n\n| level | bits |\n|---|---|")
+        for name, verdict in rows:
+            print(f"| {name} | {verdict} |")
     return 1 if num_failed or not rows else 0
 
 
