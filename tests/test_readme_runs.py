@@ -54,6 +54,7 @@ RULES = (
     Rule(r"make report", "make report ARGS='--only work_savings --out {out}'", "all of it takes a quarter of an hour"),
     Rule(r"make model", "python -m radixkv.engine.model.fetch --help", "it downloads 98 MB"),
     Rule(r"make mutants", "make mutants ARGS='pinned'", "all of them take minutes: `pinned` plants some"),
+    Rule(r"make test-cpus", "make test-cpus ARGS='--list'", "all levels take an hour"),
     Rule(r"make (test|test-slow)", r"make test ARGS='tests/test_arrows.py'", "this is one of the tests"),
     Rule(r"python -m experiments", "python -m experiments --out {out}", OUT),
     Rule(r"python -m experiments NAME --smoke", "python -m experiments hash_choice --smoke --out {out}", "one for all"),

@@ -2,6 +2,7 @@
 
     python tests/cpu_levels/run.py             all levels, a table, exit status 1 if one fails
     python tests/cpu_levels/run.py AVX2 Intel  those whose name has all of these words
+    python tests/cpu_levels/run.py --list      which there are, and which this CPU can be
 
 A level is what the libraries are told of the CPU, in the environment of a process of its own: oneDNN's and ATen's
 vector instructions, and whether MKL takes the paths of an Intel CPU or of AMD's (it is asked through three functions,
@@ -9,6 +10,7 @@ which a few lines of C replace; needs gcc). Each runs with one thread and with t
 by name.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -91,7 +93,12 @@ def run(environment: dict[str, str]) -> list[str]:
     return failed
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="levels whose name has all of these; all levels without")
+    parser.add_argument("--list", action="store_true", help="only print the levels")
+    given = parser.parse_args(arguments)
+    words = given.words
     model, vendor, flags = cpu()
     print(f"on {model} ({vendor})", flush=True)
     other = "intel" if vendor == "AuthenticAMD" else "amd"
@@ -108,6 +115,8 @@ def main(words: list[str]) -> int:
                     began = time.perf_counter()
                     if lacking:
                         verdict = f"skipped: this CPU has no {', '.join(lacking)}"
+                    elif given.list:
+                        verdict = "can run"
                     else:
                         failed = run({**level.environment, **more, "OMP_NUM_THREADS": threads})
                         num_failed += bool(failed)
@@ -115,10 +124,10 @@ def main(words: list[str]) -> int:
                         verdict = f"FAILED: {', '.join(failed)}" if failed else f"same bits ({took:.0f} s)"
                     rows.append((name, verdict))
                     print(f"{name:44}{verdict}", flush=True)
-    print(f"\non {model} ({vendor}):\n")
-    print("| level | bits |\n|---|---|")
-    for name, verdict in rows:
-        print(f"| {name} | {verdict} |")
+    if not given.list:
+        print(f"\non {model} ({vendor}):\n\n| level | bits |\n|---|---|")
+        for name, verdict in rows:
+            print(f"| {name} | {verdict} |")
     return 1 if num_failed or not rows else 0
 
 
