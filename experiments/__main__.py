@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.padding import Padding
 from rich.text import Text
 
-from experiments import harness
+from experiments.lab import harness
 from experiments.lab.catalog import ENTRIES, find
 from experiments.lab.harness import console, fail
 from experiments.lab.run import INTERRUPTED, find_result

@@ -1,11 +1,9 @@
 """Runs before any test imports triton: kernels on the CPU run in triton's interpreter.
 
-Test modules of Triton kernels use the fixture `exact_interpreter`. This directory is put on the path for helper
-modules; it is no package.
+Test modules of Triton kernels use the fixture `exact_interpreter`. Helper modules are imported as `tests.PLACE.NAME`.
 """
 
 import os
-import sys
 
 import pytest
 from hypothesis import Phase, settings
@@ -14,7 +12,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Threads that spin while they wait make small models ten times slower where two processes share two cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, os.path.dirname(__file__))
 
 # The same examples each time where a run must not depend on chance; elsewhere new ones are looked for.
 settings.register_profile("ci", derandomize=True)
@@ -27,6 +24,6 @@ if os.environ.get("CI"):
 @pytest.fixture(scope="session")
 def exact_interpreter() -> None:
     """Makes the interpreter exact in bfloat16 and check every address, from here on."""
-    import triton_interpreter
+    from tests.kernels.triton import triton_interpreter
 
     triton_interpreter.install()

@@ -3,17 +3,11 @@
 Never a crash of the interpreter, a hang, another kind of error, or a silent wrong number.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shadow_engine import CACHES, VOCABULARY, ShadowRunner, expected
 
 from radixkv.blocks.allocator import OutOfBlocks
 from radixkv.blocks.kv_manager import KVManager
@@ -29,6 +23,7 @@ from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate.arrivals import ClosedLoop
 from radixkv.simulate.cost_model import Roofline
+from tests.shadow_engine import CACHES, VOCABULARY, ShadowRunner, expected
 
 ANYTHING = st.sampled_from(
     [

@@ -2,20 +2,16 @@
 
 import asyncio
 import random
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_engine import make_engine, tiny_model
-
-from radixkv import stepper
+from radixkv.engine import stepper
 from radixkv.engine.generation import Sample
 from radixkv.engine.model import transformer
 from radixkv.scheduling.request import SamplingParams
+from tests.engine.test_engine import make_engine, tiny_model
 
 SHARED = [(7 * i) % 251 for i in range(37)]  # no whole number of blocks: partial matches are copied
 PROMPTS = [[*SHARED[: 20 + 4 * i], 200 + i, i] for i in range(5)]

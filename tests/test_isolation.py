@@ -1,14 +1,7 @@
 """Nobody else's KV: tenants, adapters, images, resets; and what the clock tells one tenant of another's prompts."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shadow_engine import ShadowRunner
-from test_engine import make_engine, tiny_model
 
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -18,6 +11,8 @@ from radixkv.cache.radix.cache import RadixCache
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.engine.test_engine import make_engine, tiny_model
+from tests.shadow_engine import ShadowRunner
 
 CACHES = {
     "radix": RadixCache,

@@ -64,7 +64,7 @@ RULES = (
         "Ray is an extra; tests/fleet/test_ray_replicas.py runs it where it is installed",
     ),
     Rule(r"python -m (experiments\.\w+)(?: --full)?", r"python -m \1 --smoke --out {out}", OUT),
-    Rule(r"python -m (radixkv|radixkv_kernels)\.selftest", r"python -m \1.selftest", "as it stands"),
+    Rule(r"python -m (radixkv\.engine|radixkv_kernels)\.selftest", r"python -m \1.selftest", "as it stands"),
     Rule(
         r"python -m radixkv_kernels\.aot",
         "python -m radixkv_kernels.aot --quick --arch sm_90",

@@ -1,16 +1,12 @@
 """Hits on real traces, against integers computed by an independent program. Needs the traces; skips without them."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 
 from radixkv.blocks.replay import CacheConfig, Replay
 from radixkv.traces import open_trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shared_files import shared_file
+from tests.shared_files import shared_file
 
 # (requests, prompt tokens), then hits of an infinite cache at block sizes 1, 16, 64: prompts cached, outputs cached too
 TEXT_TRACES = {

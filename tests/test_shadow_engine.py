@@ -1,15 +1,12 @@
 """Random scripts on the whole engine over a shadow pool (`shadow_engine`): nothing lost, nobody else's KV."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-sys.path.insert(0, str(Path(__file__).parent))
-from shadow_engine import InterruptedMachine, ShadowMachine
+from tests.shadow_engine import InterruptedMachine, ShadowMachine
 
 NUM_SCRIPTS = int(os.environ.get("RADIXKV_SCRIPTS", "100"))
 

@@ -46,7 +46,7 @@ class Entry:
 
 def _docstring(name: str) -> str:
     """A module's docstring, without importing it."""
-    source = (Path(__file__).parent / f"{name}.py").read_text()
+    source = (Path(__file__).parents[1] / f"{name}.py").read_text()
     return ast.get_docstring(ast.parse(source)) or ""
 
 

@@ -80,7 +80,7 @@ def resident_bytes() -> int:
 
 def shared_traces(*names: str) -> list[Path]:
     """Returns those of these files that are in `shared/traces` beside the checkout, or under RADIXKV_SHARED."""
-    beside = Path(__file__).parent.parent.parent / "shared"
+    beside = Path(__file__).parents[3] / "shared"
     folder = Path(os.environ.get("RADIXKV_SHARED", beside)) / "traces"
     return [folder / name for name in names if (folder / name).exists()]
 

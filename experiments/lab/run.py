@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments import harness
+from experiments.lab import harness
 from experiments.lab.harness import Row, console, environment, git, progress, recorded_tables, save
 
 Cell = tuple[str, Callable[[], list[Row]]]

@@ -1,9 +1,7 @@
 """Caps of tenants: nobody evicts everyone, and the counts hold under random operations."""
 
 import random
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +11,7 @@ from radixkv.blocks.replay import CacheConfig, Replay
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Salt
 from radixkv.cache.radix.cache import RadixCache
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conftest import RandomRun, content_keys
+from tests.cache.conftest import RandomRun, content_keys
 
 CACHES = {
     "radix": partial(RadixCache, partial_blocks=False),

@@ -1,8 +1,6 @@
 """The flat hash against vLLM's rules, and the small inputs that went wrong elsewhere."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,7 @@ from radixkv.cache.contract import CacheCorruption, CacheSizes
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.flat_hash.contents import BlockContent
 from radixkv.cache.namespace import LoRA, Media, Salt
-
-sys.path.insert(0, str(Path(__file__).parent))
-from vllm_model import VllmModel
+from tests.cache.vllm_model import VllmModel
 
 
 def publish(cache, token_ids, first_block=0, namespace=None):

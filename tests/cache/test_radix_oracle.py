@@ -1,15 +1,11 @@
 """Radix without partial blocks and a leaf-first flat hash under lru are the same cache, operation for operation."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
 from radixkv.cache.radix.cache import RadixCache
-
-sys.path.insert(0, str(Path(__file__).parent))
-from leaf_first_oracle import LeafFirstFlatHash
+from tests.cache.leaf_first_oracle import LeafFirstFlatHash
 
 NUM_RUNS = 1000
 NUM_OPERATIONS = 200

@@ -1,9 +1,7 @@
 """Watches: matches that pin nothing, follow what changes, and let what they match go last."""
 
 import random
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,7 @@ from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import Salt
 from radixkv.cache.null import NullCache
 from radixkv.cache.radix.cache import RadixCache
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conftest import RandomRun, content_keys
+from tests.cache.conftest import RandomRun, content_keys
 
 CACHES = {
     "radix": partial(RadixCache, partial_blocks=False),

@@ -4,9 +4,7 @@ import asyncio
 import itertools
 import json
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +21,7 @@ from radixkv.engine.model.weights import Model, assemble
 from radixkv.engine.runner import Runner
 from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shared_files import shared_file
+from tests.shared_files import shared_file
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from radixkv.engine.model.fetch import FILE_NAME
 from radixkv.scheduling.request import SamplingParams
 
 pytestmark = pytest.mark.slow
-MODEL = Path(os.environ.get("RADIXKV_MODELS", Path(__file__).parent.parent / "models")) / FILE_NAME
+MODEL = Path(os.environ.get("RADIXKV_MODELS", Path(__file__).parents[2] / "models")) / FILE_NAME
 SYSTEM = " ".join(
     f"Rule {i}: answer question number {i} in one short sentence, name no sources, and stay polite whatever happens."
     for i in range(60)

@@ -2,19 +2,15 @@
 
 import os
 import signal
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_isolation import PROMPT, shadow_engine
-
-from radixkv import kv_manager
+from radixkv.blocks import kv_manager
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.engine.held_signals import HeldSignals
 from radixkv.scheduling.request import SamplingParams
+from tests.test_isolation import PROMPT, shadow_engine
 
 
 def interrupt():

@@ -1,14 +1,12 @@
 """Metrics, as Prometheus' own parser reads them: equal to what really happened, whatever was retried or preempted."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-sys.path.insert(0, str(Path(__file__).parent))
-from shadow_engine import ShadowMachine
+from tests.shadow_engine import ShadowMachine
 
 
 def scraped(engine):
@@ -94,7 +92,7 @@ def test_every_metric_has_its_type_and_its_alert(machine):
     types = scraped(machine.engine)[1]
     assert all(kind in ("counter", "gauge", "histogram") for kind in types.values())
     names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
-    docs = (Path(__file__).parent.parent / "docs/metrics.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
     assert re.findall(r"^\| `(radixkv:\S+)`", docs, re.MULTILINE) == names
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from radixkv_kernels import TreePlan, TreePlanner
+from radixkv_kernels.plan import memo, order, planner, tree_plan
 
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import CacheConfig
+from radixkv.engine import tree_plans
 from radixkv.engine.engine import Engine
 from radixkv.engine.model.presets import PRESETS, RandomTensors
 from radixkv.engine.model.weights import Model, assemble
@@ -23,9 +23,7 @@ from radixkv.engine.tree_plans import TreePlans
 from radixkv.scheduling.batch import ScheduledSequence
 from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-import interruptions
+from tests import interruptions
 
 CPU = torch.device("cpu")
 
@@ -371,7 +369,7 @@ def test_a_number_changed_in_a_table_is_noticed_or_refused(model):
         owned[3] = 99
 
 
-PLANNING = ("radixkv/engine/tree_plans.py", "planner.py", "plan_order.py", "plan_memo.py", "/plan.py")
+PLANNING = (tree_plans, planner, order, memo, tree_plan)
 
 
 def script():

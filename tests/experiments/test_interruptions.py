@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import catalog, work_savings
+from experiments import work_savings
 from experiments.__main__ import main
+from experiments.lab import catalog
 from experiments.lab.report import write_report
 from experiments.lab.run import find_result, read_result
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import catalog, harness, work_savings
+from experiments import work_savings
 from experiments.__main__ import main
+from experiments.lab import catalog, harness
 from experiments.lab.harness import recorded_tables
 from experiments.lab.report import write_report
 from experiments.lab.run import conduct
@@ -132,7 +133,7 @@ def test_a_failure_beside_others_is_told(tmp_path):
 
 
 def test_every_experiment_is_in_the_catalog():
-    folder = Path(catalog.__file__).parent
+    folder = Path(catalog.__file__).parents[1]
     scripts = {path.stem for path in folder.glob("*.py") if "conduct(" in path.read_text() and path.stem != "lab"}
     assert scripts <= {entry.name for entry in catalog.ENTRIES}
 

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from radixkv_kernels import plan_order
+from radixkv_kernels.plan import order
 from radixkv_kernels.plan.order import KeptOrder, sort_sequences
 
 
@@ -14,7 +14,7 @@ from radixkv_kernels.plan.order import KeptOrder, sort_sequences
 @pytest.mark.parametrize("seed", range(6))
 def test_equals_the_order_sorted_anew(monkeypatch, seed, top):
     """Keys that are equal, that are prefixes of others, that change few or many at a time; numbers that run out."""
-    monkeypatch.setattr(plan_order, "TOP", top)
+    monkeypatch.setattr(order, "TOP", top)
     rng = random.Random(seed)
     kept, num_rows = KeptOrder(), 30
     kept.grow(12)
@@ -32,4 +32,4 @@ def test_equals_the_order_sorted_anew(monkeypatch, seed, top):
         got = kept.sort(rows, keys, full[rows])
         nothing = np.zeros(len(rows), dtype=np.int64)
         assert got.tolist() == sort_sequences(keys[rows], nothing, full[rows]).tolist()
-    assert len(kept._keys) <= 3 * num_rows + plan_order.FEW, "keys of the past are forgotten"
+    assert len(kept._keys) <= 3 * num_rows + order.FEW, "keys of the past are forgotten"

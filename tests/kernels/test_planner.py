@@ -6,10 +6,13 @@ import pickle
 import random
 from functools import partial
 
-import interruptions
 import numpy as np
 import pytest
-from radixkv_kernels import PlanConfig, TreePlan, TreePlanner, plan_cuts
+from radixkv_kernels import PlanConfig, TreePlan, TreePlanner
+from radixkv_kernels.plan import cuts, memo, order
+from radixkv_kernels.plan import planner as planner_module
+
+from tests import interruptions
 
 OPTIONS = ("block_size", "num_q_heads", "num_kv_heads", "cell_size", "causal", "window", "tile_rows", "lead_runs")
 
@@ -129,8 +132,8 @@ def test_equals_the_plan_from_scratch_where_many_decode(seed):
 
 def test_cuts_are_decided_anew_only_where_sharing_changes(monkeypatch):
     decided = []
-    decide = plan_cuts._decide
-    monkeypatch.setattr(plan_cuts, "_decide", lambda *arguments: decided.append(1) or decide(*arguments))
+    decide = cuts._decide
+    monkeypatch.setattr(cuts, "_decide", lambda *arguments: decided.append(1) or decide(*arguments))
     planner, cu = TreePlanner(PlanConfig(16, 8, 2)), np.arange(4)
     for name, blocks in (("a", range(200)), ("b", [*range(20), *range(300, 480)]), ("c", range(500, 700))):
         planner.add(name, blocks)
@@ -302,7 +305,7 @@ def grow_and_plan(planner: TreePlanner, live: dict[str, list[int]]) -> None:
 
 def test_an_interrupted_planner_plans_right_or_not_at_all():
     """At any line of its own: later calls are refused, or what it knows is all or nothing of each call."""
-    files = ("planner.py", "plan_order.py", "plan_memo.py")
+    files = (planner_module, order, memo)
     lens, cu, line, refused, reached = np.array([300, 310]), np.arange(3), 1, 0, True
     while reached:
         planner, live = TreePlanner(PlanConfig(16, 8, 2)), {}

@@ -4,8 +4,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from mutants.anchors import Module, planted, read_modules
-from mutants.faults import FAULTS, Fault
+
+from tests.mutants.anchors import Module, planted, read_modules
+from tests.mutants.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,8 +1,6 @@
 """The scheduler on a shadow runner: cases that went wrong elsewhere, and random runs."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,7 @@ from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.ordering import ORDERS
 from radixkv.scheduling.request import Request, SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shadow_runner import ForwardFailed, ShadowRunner, histories, next_token
+from tests.shadow_runner import ForwardFailed, ShadowRunner, histories, next_token
 
 
 class Driver:

@@ -4,9 +4,9 @@ The traces lie beside the repository (`../shared/traces`) and are no part of it:
 """
 
 import pytest
-from shared_files import SHARED
 
 from radixkv.traces import open_trace
+from tests.shared_files import SHARED
 from tests.traces.prefix_trie import PrefixTrie
 
 TRACES = SHARED / "traces"

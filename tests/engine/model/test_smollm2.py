@@ -10,7 +10,7 @@ from radixkv.engine.model import fetch
 from radixkv.engine.model.checkpoint import load_checkpoint
 from tests.engine.model.sequences import Sequence, greedy, runner_of, step
 
-FOLDER = Path(os.environ.get("RADIXKV_MODELS", Path(__file__).parent.parent.parent / "models"))
+FOLDER = Path(os.environ.get("RADIXKV_MODELS", Path(__file__).parents[3] / "models"))
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """Replicas on real traces, against figures computed by an independent program. Needs the traces; skips without them."""
 
 import pytest
-from shared_files import shared_file
 
 from experiments.routing_replay import SOURCES, replay
+from tests.shared_files import shared_file
 
 
 def play(trace, router, count, num_blocks=None):

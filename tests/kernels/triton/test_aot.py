@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
+KERNELS = pathlib.Path(__file__).parents[3] / "kernels"
 
 
 def run_aot(*options: str) -> subprocess.CompletedProcess[str]:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_problems import Problem, exactly, pairwise
 from radixkv_kernels import paged_attention, triton_impl
 from radixkv_kernels.triton_impl import attention
 from radixkv_kernels.triton_impl.config import Config
+
+from tests.kernels.triton.attention_problems import Problem, exactly, pairwise
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 

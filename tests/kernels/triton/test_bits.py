@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from attention_problems import Problem
 from radixkv_kernels import paged_attention, triton_impl
 from radixkv_kernels.triton_impl import attention
 from radixkv_kernels.triton_impl.config import Config
 from triton.runtime import interpreter
+
+from tests.kernels.triton.attention_problems import Problem
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton_interpreter
-from attention_problems import FP8, Problem
 from radixkv_kernels import (
     UnsupportedImplementation,
     copy_blocks,
@@ -21,6 +19,9 @@ from radixkv_kernels import (
 )
 from radixkv_kernels.triton_impl import attention
 from radixkv_kernels.triton_impl.numerics import decode_e4m3, encode_e4m3, tanh
+
+from tests.kernels.triton import triton_interpreter
+from tests.kernels.triton.attention_problems import FP8, Problem
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 

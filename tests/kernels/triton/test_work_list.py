@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_problems import Problem
 from radixkv_kernels import paged_attention
 from radixkv_kernels.triton_impl.attention_kernel import attention_kernel
 from radixkv_kernels.triton_impl.config import Config
 from radixkv_kernels.triton_impl.reduce_kernel import reduce_kernel
 from radixkv_kernels.triton_impl.variants import tile_constants
 from torch import Tensor
+
+from tests.kernels.triton.attention_problems import Problem
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 

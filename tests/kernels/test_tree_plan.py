@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 
-import interruptions
 import numpy as np
 import pytest
 import torch
 from radixkv_kernels import PlanBuffers, PlanConfig, TreePlan
+from radixkv_kernels.plan import tensors as plan_tensors
 
+from tests import interruptions
 from tests.kernels.forests import check_sound, random_forest
 
 GOOD = {
@@ -198,7 +199,7 @@ def test_interrupted_buffers_load_again():
     while reached:
         buffers = PlanBuffers(20, 8, 40, "cpu")
         buffers.load(first)
-        reached = interruptions.interrupted_at(line, ("plan_tensors.py",), lambda at=buffers: at.load(second))
+        reached = interruptions.interrupted_at(line, (plan_tensors,), lambda at=buffers: at.load(second))
         assert torch.equal(buffers.load(first).items[: first.num_items], torch.from_numpy(first.work.items))
         assert int(buffers.load(first).num_items) == first.num_items
         line += 1
