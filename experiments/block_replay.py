@@ -1,6 +1,6 @@
 """Replays traces as ids of blocks, one token a block: the hits of the tokens, at a tenth of the cost.
 
-Called by `experiments.eviction`. The manager and the caches are the real ones.
+The manager and the caches are the real ones.
 """
 
 from collections import deque

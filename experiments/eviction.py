@@ -1,10 +1,10 @@
 """How much of what could be hit does each eviction policy hit, and how far is the best from knowing the future?
 
 Replays traces in their order, one request at a time, whole blocks, through the real manager and caches at several
-capacities; beside them the bound of `radixkv.blocks.bounds` (furthest next use first). A request is replayed as the ids of its
-blocks, which gives the same hits as its tokens do. `queue_aware` is lru that evicts last what the next 256 requests
-match; of a conversation only the next turn waits. Expected: lru is far from the bound where traffic goes round; a
-policy that knows history alone gains little and must not lose; the queue closes a good part of the gap.
+capacities; beside them the bound of `radixkv.blocks.bounds` (furthest next use first). A request is replayed as the ids
+of its blocks, which gives the same hits as its tokens do. `queue_aware` is lru that evicts last what the next 256
+requests match; of a conversation only the next turn waits. Expected: lru is far from the bound where traffic goes
+round; a policy that knows history alone gains little and must not lose; the queue closes a good part of the gap.
 
     python -m experiments.eviction
     python -m experiments.eviction --smoke              the embedded workload alone, seconds

@@ -1,7 +1,7 @@
 """Tree attention on a GPU: kernel, plan and upload apart, against attention that reads a shared prefix once a request.
 
-Called by `gpu_kernels.py`. Two regimes: a prefix whose KV fits into the L2 cache, which plain paged decode reads from
-there again and again, and one that does not.
+Two regimes: a prefix whose KV fits into the L2 cache, which plain paged decode reads from there again and again, and
+one that does not.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Conversations on tiny_gpt, random weights: groups of four share a system prompt,
 answer before it; eight run at a time, each pausing between turns as people do. (Without pauses Serve's router, which
 looks for the shortest queue, finds the replica that has just answered, and hits by accident.) Both routers serve the
 same conversations with fresh replicas, one after the other; every answer has to be the one engine's, token for token.
-Time to first token is the client's, Serve included. Called by `experiments.routing --backend ray`.
+Time to first token is the client's, Serve included.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Float64, one sequence and one row after another, as the formulas read: the oracle of every other implementation.
 
-Slow on purpose. Called by tests, and by `implementation="reference"`.
+Slow on purpose; `implementation="reference"` asks for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Which numbers of rows go into one product so that a row's bits are its own: measured on this machine, not assumed.
 
-Called by `torch_impl.cells` and by whatever else computes rows by a library: an operation is one call of `rule_of`.
 Matrix libraries choose a kernel, and with it the order of adding, by the number of rows, the depth and the threads: MKL
 on AVX-512 takes another one below 16 rows if 24 * rows <= depth, on AVX2 for the last rows mod 6, on AMD below 4 rows;
 oneDNN with AMX at 33, 37, 256 and 1,024 rows. Two orders differ in nearly every number of a result whose exact value is

@@ -1,4 +1,4 @@
-"""Which implementation runs a call, by name or by device for "auto", and what plans it takes. Called by `api.py`."""
+"""Which implementation runs a call, by name or by device for "auto", and what plans it takes."""
 
 from __future__ import annotations
 

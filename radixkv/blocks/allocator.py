@@ -1,4 +1,4 @@
-"""Free block ids, and nothing else. Called by `radixkv.blocks.kv_manager`; knows no cache and no request."""
+"""Free block ids, and nothing else."""
 
 from collections.abc import Sequence
 

@@ -88,8 +88,9 @@ class BlockPaths:
     def eviction_bound(self, num_blocks: int) -> int:
         """Returns the tokens hit in the order given by a pool that knows the future.
 
-        Requests longer than the pool are computed without it, as `radixkv.blocks.replay` does. The partly filled last block of
-        the request being served is not counted against the pool, so the bound is on the safe side by that one block.
+        Requests longer than the pool are computed without it, as `radixkv.blocks.replay` does. The partly filled last
+        block of the request being served is not counted against the pool, so the bound is on the safe side by that one
+        block.
 
         Cost: O(blocks log blocks) of all requests.
         """

@@ -8,9 +8,9 @@ A sequence's blocks, by who owns them::
 
     every block of the pool:   free (allocator) + private (sequences) + pinned + evictable (cache) == num_blocks
 
-Called by the scheduler and by `radixkv.blocks.replay`. One step: `begin` (match), `grow` (blocks), `publish` (as soon as the
-step is scheduled, so that one batch computes a shared prefix once), then run the copies and the forward pass, then
-`commit`; or `withdraw`, which puts everything back as it was before the step. `end` when a request is done.
+One step: `begin` (match), `grow` (blocks), `publish` (as soon as the step is scheduled, so that one batch computes a
+shared prefix once), then run the copies and the forward pass, then `commit`; or `withdraw`, which puts everything back
+as it was before the step. `end` when a request is done.
 """
 
 from __future__ import annotations

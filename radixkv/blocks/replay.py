@@ -1,6 +1,6 @@
 """Replays a trace of requests through the real manager and cache, one request at a time: what would be hit?
 
-Called by `experiments/compare.py`, and by anyone with requests of his own::
+With requests of your own::
 
     replay = Replay(CacheConfig(cache="radix", block_size=16, num_blocks=10_000))
     for request in requests:

@@ -1,4 +1,4 @@
-"""What a sequence holds, and who holds the blocks of a pool. Made by `radixkv.blocks.kv_manager`."""
+"""What a sequence holds, and who holds the blocks of a pool."""
 
 from __future__ import annotations
 

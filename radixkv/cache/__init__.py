@@ -1,1 +1,1 @@
-"""What is cached: token ids and the blocks that hold their KV. A radix tree, a flat hash, and no cache, on one contract."""
+"""What is cached, and in which blocks: a radix tree, a flat hash and no cache, on one contract. No tensors."""

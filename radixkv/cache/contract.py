@@ -1,7 +1,6 @@
 """The one contract of every prefix cache. Token ids and block ids only: no tensors, no requests, no allocator.
 
-Called by `radixkv.blocks.kv_manager`, and by anyone who brings an allocator of his own. Who owns a block: the cache owns what
-was inserted and not yet evicted or withdrawn; everything else is the caller's.
+Who owns a block: the cache owns what was inserted and not yet evicted or withdrawn; everything else is the caller's.
 
 One step, in order::
 

@@ -1,8 +1,7 @@
 """Chained block hashes and their extra keys: what a flat hash map of KV blocks uses as its keys.
 
 `h_i = H((h_{i-1}, token_ids_i, extra_keys_i or None))` over full blocks, as vLLM builds them (automatic prefix caching,
-`vllm/v1/core/kv_cache_utils.py`), so the digests can be compared with an engine's. Called by
-`radixkv.cache.flat_hash.cache` and `radixkv.cache.events`.
+`vllm/v1/core/kv_cache_utils.py`), so the digests can be compared with an engine's.
 
 `xxhash` and `cbor2` are optional (`pip install radixkv[hashes]`); importing this module needs neither.
 """

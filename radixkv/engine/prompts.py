@@ -1,4 +1,4 @@
-"""What a caller hands in as a prompt -> token ids that the model has. Called by `radixkv.engine.engine`."""
+"""What a caller hands in as a prompt -> token ids that the model has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A step of the engine: schedule -> run -> sample, and what becomes of the others when one of these fails.
 
 **A step is a transaction.** What a request *is* lies outside of the scheduler: its prompt and the tokens of its samples
-(`radixkv.engine.generation`). Everything below (sequences, block tables, the cache) follows from that and can be made again.
-So whatever is raised has one of three answers:
+(`radixkv.engine.generation`). Everything below (sequences, block tables, the cache) follows from that and can be made
+again. So whatever is raised has one of three answers:
 
 - A forward pass fails: the step is withdrawn, the cache keeps what earlier steps computed. After an `Exception` each
   sequence then runs by itself; anything else (Ctrl-C) goes on up.

@@ -1,10 +1,10 @@
 """Which rows of a step read which KV together: the plans of tree attention, kept up to date from step to step.
 
-Called by `radixkv.engine.runner`. What sequences share is in their block tables, because a prefix cache gives a prefix one
-list of blocks: whatever the scheduler did between two steps (admission, growth, a block replaced by the cache's,
-preemption, a fork, a step withdrawn) shows there, and a table that is not the one of the step before is looked at
-anew. So nobody has to report anything, and nothing can be missed. What was known of the step before is taken out while
-a step is planned and put back when it is done: whatever is raised on the way, half of a change is never taken for all.
+What sequences share is in their block tables, because a prefix cache gives a prefix one list of blocks: whatever the
+scheduler did between two steps (admission, growth, a block replaced by the cache's, preemption, a fork, a step
+withdrawn) shows there, and a table that is not the one of the step before is looked at anew. So nobody has to report
+anything, and nothing can be missed. What was known of the step before is taken out while a step is planned and put back
+when it is done: whatever is raised on the way, half of a change is never taken for all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How many requests went through each span of a tree, and how many of them found it there.
-
-Called by `python -m radixkv.inspect`, and by anyone with a `RadixCache.snapshot()`.
-"""
+"""How many requests went through each span of a tree, and how many of them found it there."""
 
 from __future__ import annotations
 

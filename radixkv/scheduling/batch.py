@@ -1,7 +1,4 @@
-"""What the scheduler hands to whoever runs a step: plain numbers, no tensors, no caches.
-
-Made by `radixkv.scheduling.scheduler`, read by `radixkv.engine.runner` and `radixkv.simulate`.
-"""
+"""What the scheduler hands to whoever runs a step: plain numbers, no tensors, no caches."""
 
 from typing import NamedTuple
 

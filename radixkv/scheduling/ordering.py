@@ -1,4 +1,4 @@
-"""Which of the waiting sequences of one priority is tried next. Called by `radixkv.scheduling.waiting`, which adds the rest.
+"""Which of the waiting sequences of one priority is tried next.
 
 An order knows what waits and nothing of blocks. A pass of admissions: `begin_pass`, then `next` again and again, each
 time followed by `remove` (it was admitted) or `skip` (not in this pass).

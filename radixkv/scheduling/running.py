@@ -1,8 +1,8 @@
 """The running sequences: blocks for what they compute next, chunks of their prompts, and who gives way.
 
-Called by `radixkv.scheduling.scheduler`. Blocks come from what is free, then from cached leaves, then from preempting a running
-sequence that arrived later and is not in the step yet; else the sequence waits a step. So the earliest arrival gets on
-sooner or later, and no two preempt each other in turn.
+Blocks come from what is free, then from cached leaves, then from preempting a running sequence that arrived later and
+is not in the step yet; else the sequence waits a step. So the earliest arrival gets on sooner or later, and no two
+preempt each other in turn.
 """
 
 from __future__ import annotations

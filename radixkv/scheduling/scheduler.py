@@ -1,12 +1,13 @@
 """Scheduler: continuous batching with chunked prefill over a prefix cache. Knows no model and no tensors.
 
-Called by `radixkv.engine.engine` and `radixkv.simulate`. A step: `schedule`, somebody runs the batch, `commit`, then
-`append_token`, `fork`, `finish` for what was sampled; or `withdraw`, and each sequence again through `schedule_alone`.
+A step: `schedule`, somebody runs the batch, `commit`, then `append_token`, `fork`, `finish` for what was sampled; or
+`withdraw`, and each sequence again through `schedule_alone`.
 
 Rules, in order. Running sequences first: a token for each that decodes, then chunks of prompts, then admissions, until
-the budget of tokens is used up. Which of the waiting is next, and how long it waits at most, says `radixkv.scheduling.waiting`;
-where its blocks come from, `radixkv.scheduling.running`. Whatever a step computes is published when it is scheduled
-(`KVManager.publish`), and every sequence matches again before each chunk, so a prefix that many share is computed once.
+the budget of tokens is used up. Which of the waiting is next, and how long it waits at most, says
+`radixkv.scheduling.waiting`; where its blocks come from, `radixkv.scheduling.running`. Whatever a step computes is
+published when it is scheduled (`KVManager.publish`), and every sequence matches again before each chunk, so a prefix
+that many share is computed once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The queue of waiting sequences: priorities, an order within each, and a bound on how long anything waits.
 
-Called by `radixkv.scheduling.scheduler`. **The bound.** A sequence that begins to wait as the q-th to do so is *due* as soon as
-q + max_overtakes have left the queue (started, or ended otherwise), and while one is due nothing else starts. Whatever
-the order, the priorities and what arrives later,
+**The bound.** A sequence that begins to wait as the q-th to do so is *due* as soon as q + max_overtakes have left the
+queue (started, or ended otherwise), and while one is due nothing else starts. Whatever the order, the priorities and
+what arrives later,
 
     number of starts before its own  <=  w + max_overtakes,    w: how many waited when it began to wait
     number of those that began to wait after it  <=  max_overtakes

@@ -1,7 +1,7 @@
 """Seconds that a step takes: a roofline of a model's shape on a GPU, or times fitted to a machine at hand.
 
-Called by the simulator once a step. The rooflines are models and not measurements: they say which of two ways of
-serving reads or computes less, and by about how much, and nothing about kernels.
+The rooflines are models and not measurements: they say which of two ways of serving reads or computes less, and by
+about how much, and nothing about kernels.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Accelerators as data. Called by `cost_model`."""
+"""Accelerators as data."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
 """Shapes of models that people run, as data: bytes of KV a token, weights that a step reads, operations it takes.
 
-Called by `radixkv.simulate` and `experiments.compare`. Source of every number: the model's published config.json.
+Source of every number: the model's published config.json.
 """
 
 from dataclasses import dataclass

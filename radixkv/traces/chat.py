@@ -1,9 +1,8 @@
 """ChatML: messages to the tokens that a model would be given.
 
-A message is `<|im_start|>role\\ncontent<|im_end|>\\n`; a prompt is all messages so far and
-`<|im_start|>assistant\\n`; an output is the content and `<|im_end|>\\n`. Where the tokenizer allows, messages
-are encoded one by one and joined: the result equals that of the whole text, and a growing conversation costs its new
-messages. Called by the readers and the embedded workload.
+A message is `<|im_start|>role\\ncontent<|im_end|>\\n`; a prompt is all messages so far and `<|im_start|>assistant\\n`;
+an output is the content and `<|im_end|>\\n`. Where the tokenizer allows, messages are encoded one by one and joined:
+the result equals that of the whole text, and a growing conversation costs its new messages.
 """
 
 from collections.abc import Iterable, Sequence

@@ -2,7 +2,6 @@
 
 Understands OpenAI's messages (content as a string or a list of parts, tool calls, function calls), ShareGPT's
 (`from`/`value`), Ollama's, and Anthropic's content blocks. What becomes of each key stands in `radixkv.traces.keys`.
-Called by the readers; `radixkv.traces.chat` renders the result.
 """
 
 import json

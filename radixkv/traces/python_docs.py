@@ -1,6 +1,6 @@
 """Real text that every Python carries: its language reference (as `help()` shows it) and its built-ins' docstrings.
 
-Deterministic for one Python version. Nothing is downloaded, no source file is needed. Called by the embedded workload.
+Deterministic for one Python version. Nothing is downloaded, no source file is needed.
 """
 
 import inspect

@@ -1,7 +1,4 @@
-"""One request of a trace or workload: the value that every reader and generator yields.
-
-Called by `experiments.compare`, the simulator and the engine's experiments, which see nothing else of a trace.
-"""
+"""One request of a trace or workload: the value that every reader and generator yields."""
 
 from dataclasses import dataclass
 

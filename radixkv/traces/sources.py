@@ -1,7 +1,7 @@
 """Where records come from: the lines of a text file, or the elements of one JSON array. Both stream.
 
 A source yields `Record`s in file order and can read one again from its offset, so that an order other than the file's
-needs an index of offsets in memory and never the file. Called by `radixkv.traces.trace` alone.
+needs an index of offsets in memory and never the file.
 """
 
 import gzip

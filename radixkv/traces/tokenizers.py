@@ -1,7 +1,7 @@
 """Tokenizers: text to packed token ids, by name or by the path of a tokenizer.json.
 
 `bytes` is built in. Special tokens are recognised wherever their text occurs, as engines do with a rendered prompt, and
-none is added (no begin-of-text). Called by the readers and the embedded workload through `load_tokenizer`.
+none is added (no begin-of-text).
 """
 
 from array import array

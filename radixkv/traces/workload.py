@@ -1,7 +1,4 @@
-"""Synthetic workloads by name: a registry of configs, and the same interface that a trace has.
-
-Called by `experiments.compare --workload`, the simulator's experiments and tests.
-"""
+"""Synthetic workloads by name: a registry of configs, and the same interface that a trace has."""
 
 from collections.abc import Iterator
 from dataclasses import fields

@@ -1,8 +1,8 @@
 """Which cells sequences have in common.
 
-Called by `plan.py` (from block tables) and `planner.py` (incrementally). Two sequences share a cell where both hold all
-of it and their blocks of it are the same ids; since a prefix cache gives one block to one prefix, the last block id of
-each cell is a good key to sort by, and whether neighbours really agree is then compared exactly.
+Two sequences share a cell where both hold all of it and their blocks of it are the same ids; since a prefix cache gives
+one block to one prefix, the last block id of each cell is a good key to sort by, and whether neighbours really agree is
+then compared exactly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where the work of each run is cut: which rows share its first item, over how many cells, and what comes cell by cell.
 
-Called by `plan_items.py`. In a run an item is (rows, its first j cells), or one later cell, because only the first part
-of a left fold can be folded ahead. A long shared first item saves partial results; an early cut saves reading KV. Both
-are counted in cells of KV, and the cheaper is taken, node by node from the leaves of the run's tree to its roots.
+In a run an item is (rows, its first j cells), or one later cell, because only the first part of a left fold can be
+folded ahead. A long shared first item saves partial results; an early cut saves reading KV. Both are counted in cells
+of KV, and the cheaper is taken, node by node from the leaves of the run's tree to its roots.
 
 Arrays here are [num_runs, run_cells, num_seqs], sequences in the plan's order: an interval of sequences is a stretch.
 """

@@ -1,7 +1,7 @@
 """From cuts to the work list: items, the place of every partial result, each row's partials in the order of merging.
 
-Called by `plan.py`, for both ways to plan. Rows are query tokens in the plan's order of sequences; *flat* rows count
-the query heads of a KV head too: flat row = row * group_size + head.
+Rows are query tokens in the plan's order of sequences; *flat* rows count the query heads of a KV head too: flat row =
+row * group_size + head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was found for the plan before, kept with all that it rests on. Called by the parts of `planner.py`'s plans."""
+"""What was found for the plan before, kept with all that it rests on."""
 
 from __future__ import annotations
 

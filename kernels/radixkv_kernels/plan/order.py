@@ -1,7 +1,4 @@
-"""An order of sequences in which those with a common prefix stand together: by the last block ids of their full cells.
-
-Called by `plan.py`, which sorts, and `planner.py`, which keeps the order and repairs it.
-"""
+"""An order in which sequences with a common prefix stand together: by the last block ids of their full cells."""
 
 from __future__ import annotations
 

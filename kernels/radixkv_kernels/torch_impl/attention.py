@@ -1,4 +1,4 @@
-"""Paged attention on the cell rule: the plan with one item a sequence. Called by `api.py` through this package."""
+"""Paged attention on the cell rule: the plan with one item a sequence."""
 
 from __future__ import annotations
 

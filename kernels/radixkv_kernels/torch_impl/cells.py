@@ -1,9 +1,9 @@
 """The arithmetic of one cell: rows of queries against CELL_SIZE keys -> (log-sum-exp, normalised output), in float32.
 
-Called by `narrow.py` and `wide.py`, and by whatever plans work differently: a row's result here depends on that row,
-the cell and its mask alone, so how rows are tiled and batched never shows in the bits. For the CPU's matrix kernels
-that holds at some numbers of rows and not at others, which differ between machines: `row_rules` measures them, and
-whether half a cell will do; `python -m radixkv_kernels.selftest` says what it found.
+A row's result here depends on that row, the cell and its mask alone, so how rows are tiled and batched never shows in
+the bits. For the CPU's matrix kernels that holds at some numbers of rows and not at others, which differ between
+machines: `row_rules` measures them, and whether half a cell will do; `python -m radixkv_kernels.selftest` says what it
+found.
 """
 
 from __future__ import annotations

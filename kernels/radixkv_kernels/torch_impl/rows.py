@@ -1,8 +1,8 @@
 """The call's rows on the host: which keys each sees, and the split into narrow groups and wide sequences.
 
-Called by `attention.py`. Sequences with few rows are batched with others of as many rows (decode: one batch); a
-sequence with many rows is worked on alone, its KV gathered once for all of them (prefill). The split is for speed: both
-ways compute the same cells by the same routine.
+Sequences with few rows are batched with others of as many rows (decode: one batch); a sequence with many rows is worked
+on alone, its KV gathered once for all of them (prefill). The split is for speed: both ways compute the same cells by
+the same routine.
 """
 
 from __future__ import annotations

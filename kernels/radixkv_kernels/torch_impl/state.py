@@ -1,7 +1,7 @@
 """The running result of rows over part of their keys, and the one formula that merges two of them.
 
-Called by everything in this folder. (top, total, acc): the softmax over the part is acc / total, its log-sum-exp
-top + log(total). A cell's partial is (lse, 1, out). Merging is a left fold; an empty state is the exact identity.
+(top, total, acc): the softmax over the part is acc / total, its log-sum-exp top + log(total). A cell's partial is (lse,
+1, out). Merging is a left fold; an empty state is the exact identity.
 """
 
 from __future__ import annotations

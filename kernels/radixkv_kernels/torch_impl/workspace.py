@@ -1,7 +1,7 @@
 """Scratch buffers that outlive a call, because a fresh gather buffer costs up to ten times the gather (page faults).
 
-Called by `gather.py` and `narrow.py`. The one piece of state of this package: one workspace a thread, so two threads
-never share a buffer, and nothing in it survives as a result.
+The one piece of state of this package: one workspace a thread, so two threads never share a buffer, and nothing in it
+survives as a result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Launches paged attention: chooses the grid and the workspace from sizes known on the host, never from contents.
 
-Called by this package's `__init__`. The work, in two launches:
+The work, in two launches:
 
     attention_kernel   grid (programs, num_kv_heads * value slices); writes partials
     reduce_kernel      grid (tokens, blocks of heads); folds them into out and lse

@@ -1,6 +1,6 @@
 """Writing the KV cache: new tokens into their slots, and leading rows of blocks onto other blocks.
 
-Called by this package's `__init__`. Both take caches of any strides; fp8 caches as bytes.
+Both take caches of any strides; fp8 caches as bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Compiles one kernel for a GPU that need not be there, and reads what came out of it from the binary.
 
-Called by `radixkv_kernels.aot` (the check of what is shipped) and by `tuner.py` (which tile shapes are possible). Uses
-the assembler and disassemblers that triton's wheel brings. Does not work under TRITON_INTERPRET.
+Uses the assembler and disassemblers that triton's wheel brings. Does not work under TRITON_INTERPRET.
 """
 
 from __future__ import annotations

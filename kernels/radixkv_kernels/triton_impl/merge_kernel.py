@@ -1,7 +1,7 @@
 """merge_states: folds attention results over parts of the keys into the result over all of them.
 
-Called by this package's `__init__`. States are softmaxes with natural-log lse, so (lse, 1, out) is a partial result in
-natural units, and `numerics.merge` folds them as it folds cells.
+States are softmaxes with natural-log lse, so (lse, 1, out) is a partial result in natural units, and `numerics.merge`
+folds them as it folds cells.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Device functions whose arithmetic every kernel shares: the merge of two partial results, tanh, and fp8 e4m3 codes.
 
-Called by the kernels of this package only. All kernels are launched with `enable_fp_fusion=False`, so a multiply and
-an add are fused exactly where `tl.fma` says so; that is what makes a merge give the same bits in every kernel.
+All kernels are launched with `enable_fp_fusion=False`, so a multiply and an add are fused exactly where `tl.fma` says
+so; that is what makes a merge give the same bits in every kernel.
 
 A partial result is (m, l, acc), all float32: m the maximum of the scores, l the sum of the exponentials of (score - m),
 acc the sum of V rows weighted by them. The identity is (-inf, 0, 0).

@@ -1,4 +1,4 @@
-"""The flat map itself: from a hash to the blocks that have it, and back. Called by `radixkv.cache.flat_hash.cache`."""
+"""The flat map itself: from a hash to the blocks that have it, and back."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""Which parts of namespaces a flat hash's blocks depend on: a digest tells nobody. Called by `flat_hash` for resets."""
+"""Which parts of namespaces a flat hash's blocks depend on: a digest tells nobody."""
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace

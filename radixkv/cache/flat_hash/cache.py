@@ -1,9 +1,9 @@
 """FlatHashCache: a flat map from chained block hashes to blocks, by vLLM's rules. The baseline that people run.
 
-Called by `radixkv.blocks.kv_manager` under the contract of `radixkv.cache.contract`. The rules (vLLM, automatic prefix caching,
-`vllm/v1/core/block_pool.py`): full blocks only; a lookup stops at the first miss; blocks of equal content are all kept;
-a block that nobody references waits in a queue, where a hit takes it out again and eviction takes the first. vLLM's one
-free queue is, in this order, the allocator's free blocks (never hashed) and this cache's queue.
+The rules (vLLM, automatic prefix caching, `vllm/v1/core/block_pool.py`): full blocks only; a lookup stops at the first
+miss; blocks of equal content are all kept; a block that nobody references waits in a queue, where a hit takes it out
+again and eviction takes the first. vLLM's one free queue is, in this order, the allocator's free blocks (never hashed)
+and this cache's queue.
 """
 
 import time

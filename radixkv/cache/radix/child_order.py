@@ -1,4 +1,4 @@
-"""The keys of a node's children in sorted order, for partial matches and tails. Used by `radixkv.cache.radix.node`."""
+"""The keys of a node's children in sorted order, for partial matches and tails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every invariant of the radix tree, in one place. Called by `RadixCache.check`; O(everything), for tests."""
+"""Every invariant of the radix tree, in one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order the leaves of the radix tree are evicted. Called by `radixkv.cache.radix.tree`."""
+"""In which order the leaves of the radix tree are evicted."""
 
 from __future__ import annotations
 

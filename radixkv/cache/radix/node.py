@@ -1,4 +1,4 @@
-"""The node of the radix tree: a span of tokens and the blocks that hold their KV. Used by `radixkv.cache.radix.cache`."""
+"""The node of the radix tree: a span of tokens and the blocks that hold their KV."""
 
 from __future__ import annotations
 

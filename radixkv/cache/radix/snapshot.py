@@ -1,4 +1,4 @@
-"""What a radix cache holds, as plain data for people and tools. Called by `RadixCache.snapshot`."""
+"""What a radix cache holds, as plain data for people and tools."""
 
 from __future__ import annotations
 

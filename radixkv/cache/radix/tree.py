@@ -1,7 +1,6 @@
 """The radix tree itself: nodes, pins, leaves, and the blocks inserted since the last commit.
 
-Called by `radixkv.cache.radix.cache` alone, which turns it into a prefix cache. Everything here is in packed bytes: a *key*
-is the packed tokens of a request, `width` the bytes of a block's tokens.
+Everything here is in packed bytes: a *key* is the packed tokens of a request, `width` the bytes of a block's tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Watches: matches that pin nothing and follow what becomes of the cache.
 
-Made by `PrefixCache.watch` for `radixkv.scheduling.waiting` (how much of each waiting request is cached? what should go last,
-because it waits?) and for requests whose prefix is to be kept a while. A watch costs something when what it matches
-changes, and nothing else: nobody matches the whole queue again at each step.
+A watch costs something when what it matches changes, and nothing else: nobody matches the whole queue again at each
+step.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class _Endings:
 
 
 class TreeWatches:
-    """The watches of a radix tree, by the nodes in which their matches end. Called by `radixkv.cache.radix.tree`.
+    """The watches of a radix tree, by the nodes in which their matches end.
 
     Cost: a change of a node costs O(watches whose matches end in it and which it concerns); what nobody watches costs
     the tree one look into an empty dict.

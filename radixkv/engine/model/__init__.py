@@ -2,6 +2,6 @@
 
 Map: `config` what a model looks like, `hf_config` and `gguf` read it from checkpoints; `weights` its tensors, from
 `hf_files`, `gguf` or `presets`; `rope`, `layers`, `transformer` the forward pass; `vocabulary`, `tokenizer`, `chat`
-text; `sampling` logits -> tokens; `checkpoint` all of a model in one call; `fetch` gets a small real one.
-Called by `radixkv.engine.runner` (the forward pass) and `radixkv.engine.engine` (the rest). Importing this loads nothing else.
+text; `sampling` logits -> tokens; `checkpoint` all of a model in one call; `fetch` gets a small real one. Importing
+this loads nothing else.
 """

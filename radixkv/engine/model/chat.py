@@ -1,7 +1,7 @@
 """Messages -> the text that a model was trained to see. Templates are the checkpoint's own, in Jinja, run in a sandbox.
 
-Called by `tokenizer`. Templates get no clock: one that writes today's date into the system prompt would change every
-cached prefix at midnight; those we know fall back to a fixed date.
+Templates get no clock: one that writes today's date into the system prompt would change every cached prefix at
+midnight; those we know fall back to a fixed date.
 """
 
 from __future__ import annotations

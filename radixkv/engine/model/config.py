@@ -1,4 +1,4 @@
-"""What a decoder looks like, whatever file said so. Made by `hf_config`, `gguf` and `presets`; read by all in here."""
+"""What a decoder looks like, whatever file said so."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The arithmetic of a layer, in two manners: invariant (a row's bits depend on that row alone) and plain.
 
-Used by `transformer`. On a CPU the bits of a row of a product depend on how many rows go into it, and those of torch's
-silu and GELU on whether the row is at the end of a buffer or in its middle. Invariant arithmetic computes products by
-measured rules of rows (`row_linear`), and writes activations by `exp` and `erf`, which do not differ. RMSNorm is
-invariant as it is. On a GPU, libraries choose a matrix product's kernel by its number of rows, so rows are computed in
-tiles of one size.
+On a CPU the bits of a row of a product depend on how many rows go into it, and those of torch's silu and GELU on
+whether the row is at the end of a buffer or in its middle. Invariant arithmetic computes products by measured rules of
+rows (`row_linear`), and writes activations by `exp` and `erf`, which do not differ. RMSNorm is invariant as it is. On a
+GPU, libraries choose a matrix product's kernel by its number of rows, so rows are computed in tiles of one size.
 
-That of activations was found by trial, not promised by torch: tests/engine/model/test_invariance.py tries it on this machine.
+That of activations was found by trial, not promised by torch: tests/engine/model/test_invariance.py tries it on this
+machine.
 """
 
 from __future__ import annotations

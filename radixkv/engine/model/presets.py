@@ -1,6 +1,6 @@
 """tiny_gpt: a small decoder with seeded random weights and a vocabulary of bytes, so that all runs without a download.
 
-Its text means nothing; its time and memory behave as a real model's do. Called by `checkpoint`.
+Its text means nothing; its time and memory behave as a real model's do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text <-> token ids, one class whatever the vocabulary's file was. Made by `vocabulary_files` and `presets`."""
+"""Text <-> token ids, one class whatever the vocabulary's file was."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The tree of a fleet: nodes are spans of whole blocks, each with the replicas that hold all of it.
 
-Called by `radixkv.fleet.routing.index` alone, which knows replicas by name and reads events. Everything here is in packed
-bytes: a *key* is packed tokens with namespaces folded in, `width` the bytes of a block's tokens, a *slot* a replica's
-bit in the masks.
+Everything here is in packed bytes: a *key* is packed tokens with namespaces folded in, `width` the bytes of a block's
+tokens, a *slot* a replica's bit in the masks.
 
 Splitting a node makes a new upper half; the node stays the lower one, so that a hash known to be "in this node" is
 found in it or in what is above it.

@@ -2,7 +2,7 @@
 
 The digest is of the part's extra keys and that token, the same from a request's namespace and from an event's extra
 keys, so no table of names grows. A collision (2**-31 for equal tokens) costs a detour, not a wrong answer: replicas
-compare for themselves. Called by `radixkv.fleet.routing.index`.
+compare for themselves.
 """
 
 import sys

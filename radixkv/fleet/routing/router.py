@@ -5,7 +5,7 @@
     router.prefilled(assignment, num_cached_tokens)    # its first token came
     router.finish(assignment)                          # it has ended, in whatever way
 
-Called by `radixkv.fleet.simulated` and `radixkv.fleet.ray`. A subclass chooses; nothing here blocks.
+A subclass chooses; nothing here blocks.
 """
 
 import time
