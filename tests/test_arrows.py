@@ -1,214 +1,158 @@
-"""The parts of the package depend on each other one way; ARCHITECTURE.md draws the same arrows."""
+"""The folders of the package depend on each other one way, type-level imports included; ARCHITECTURE.md draws them."""
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# part -> the parts it may import. A part is a module or package of radixkv, or one of the other top-level packages.
+# folder of radixkv -> the folders that it may import
 ARROWS = {
-    "radixkv.cache.tokens": set(),
-    "radixkv.cache": {"radixkv.cache.tokens"},
-    "radixkv.blocks.allocator": {"radixkv.cache"},
-    "radixkv.blocks.sequence_blocks": {"radixkv.cache"},
-    "radixkv.blocks.kv_manager": {
-        "radixkv.blocks.allocator",
-        "radixkv.cache",
-        "radixkv.blocks.sequence_blocks",
-        "radixkv.cache.tokens",
-    },
-    "radixkv.blocks.replay": {
-        "radixkv.blocks.kv_manager",
-        "radixkv.blocks.allocator",
-        "radixkv.cache",
-        "radixkv.cache.tokens",
-    },
-    "radixkv.blocks.bounds": {"radixkv.cache", "radixkv.cache.tokens"},
-    "radixkv.scheduling.batch": {"radixkv.blocks.kv_manager"},
-    "radixkv.scheduling.request": {"radixkv.cache"},
-    "radixkv.scheduling.sequence": {"radixkv.cache", "radixkv.blocks.kv_manager", "radixkv.scheduling.request"},
-    "radixkv.scheduling.ordering": {"radixkv.scheduling.sequence"},
-    "radixkv.scheduling.waiting": {"radixkv.cache", "radixkv.scheduling.ordering", "radixkv.scheduling.sequence"},
-    "radixkv.scheduling.running": {
-        "radixkv.scheduling.batch",
-        "radixkv.blocks.allocator",
-        "radixkv.blocks.kv_manager",
-        "radixkv.scheduling.sequence",
-        "radixkv.cache.tokens",
-    },
-    "radixkv.scheduling.scheduler": {
-        "radixkv.scheduling.batch",
-        "radixkv.blocks.allocator",
-        "radixkv.cache",
-        "radixkv.blocks.kv_manager",
-        "radixkv.scheduling.request",
-        "radixkv.scheduling.running",
-        "radixkv.scheduling.sequence",
-        "radixkv.cache.tokens",
-        "radixkv.scheduling.waiting",
-    },
-    "radixkv.engine.model": {"radixkv.scheduling.request", "radixkv_kernels"},
-    "radixkv.engine.generation": {"radixkv.engine.model", "radixkv.scheduling.request"},
-    "radixkv.engine.held_signals": set(),
-    "radixkv.engine.selftest": {
-        "radixkv.engine.engine",
-        "radixkv.engine.model",
-        "radixkv.scheduling.request",
-        "radixkv.scheduling.sequence",
-        "radixkv_kernels",
-    },
-    "radixkv.engine.prompts": {"radixkv.engine.model"},
-    "radixkv.engine.metrics": {"radixkv.engine.generation", "radixkv.scheduling.step_stats"},
-    "radixkv.engine.stepper": {
-        "radixkv.scheduling.batch",
-        "radixkv.engine.generation",
-        "radixkv.engine.held_signals",
-        "radixkv.blocks.kv_manager",
-        "radixkv.engine.metrics",
-        "radixkv.engine.model",
-        "radixkv.engine.runner",
-        "radixkv.scheduling.scheduler",
-        "radixkv.scheduling.sequence",
-        "radixkv.scheduling.step_stats",
-    },
-    "radixkv.engine.engine": {
-        "radixkv.cache",
-        "radixkv.engine.generation",
-        "radixkv.engine.held_signals",
-        "radixkv.blocks.kv_manager",
-        "radixkv.engine.metrics",
-        "radixkv.engine.model",
-        "radixkv.engine.prompts",
-        "radixkv.blocks.replay",
-        "radixkv.scheduling.request",
-        "radixkv.engine.runner",
-        "radixkv.scheduling.scheduler",
-        "radixkv.blocks.sequence_blocks",
-        "radixkv.scheduling.step_stats",
-        "radixkv.engine.stepper",
-    },
-    "radixkv.inspect": {"radixkv.cache", "radixkv.blocks.replay", "radixkv.cache.tokens", "radixkv.traces"},
-    "radixkv.scheduling.step_stats": {"radixkv.blocks.kv_manager"},
-    "radixkv.engine.tree_plans": {"radixkv.scheduling.batch", "radixkv.engine.model", "radixkv_kernels"},
-    "radixkv.engine.runner": {
-        "radixkv.scheduling.batch",
-        "radixkv.blocks.kv_manager",
-        "radixkv.engine.model",
-        "radixkv.engine.tree_plans",
-        "radixkv_kernels",
-    },
-    "radixkv.traces": {"radixkv.cache", "radixkv.cache.tokens"},
-    "radixkv.fleet.routing": {"radixkv.cache", "radixkv.cache.tokens"},
-    "radixkv.simulate": {
-        "radixkv.scheduling.batch",
-        "radixkv.cache",
-        "radixkv.simulate.model_shapes",
-        "radixkv.scheduling.request",
-        "radixkv.scheduling.scheduler",
-        "radixkv.scheduling.sequence",
-        "radixkv.scheduling.step_stats",
-        "radixkv.cache.tokens",
-        "radixkv.traces",
-    },
-    "radixkv.fleet.simulated": {
-        "radixkv.scheduling.batch",
-        "radixkv.cache",
-        "radixkv.fleet.routing",
-        "radixkv.simulate",
-        "radixkv.scheduling.step_stats",
-        "radixkv.traces",
-    },
-    "radixkv.fleet.ray": {
-        "radixkv.cache",
-        "radixkv.engine.engine",
-        "radixkv.scheduling.request",
-        "radixkv.fleet.routing",
-    },
-    "radixkv.simulate.model_shapes": set(),
-    "radixkv_kernels": set(),
-    "experiments": {"radixkv", "radixkv_kernels"},
+    "cache": set(),
+    "blocks": {"cache"},
+    "traces": {"cache"},
+    "scheduling": {"blocks", "cache"},
+    "inspect": {"blocks", "cache", "traces"},
+    "engine": {"blocks", "cache", "scheduling", "radixkv_kernels"},
+    "simulate": {"cache", "scheduling", "traces"},
+    "fleet": {"cache", "engine", "scheduling", "simulate", "traces"},
 }
-WITHOUT_TORCH = (
-    "radixkv.cache.tokens",
-    "radixkv.cache",
-    "radixkv.blocks.kv_manager",
-    "radixkv.blocks.replay",
-    "radixkv.blocks.bounds",
-    "radixkv.traces",
-    "radixkv.inspect",
-    "radixkv.scheduling.scheduler",
-    "radixkv.fleet.routing",
-    "radixkv.simulate",
-    "radixkv.fleet.simulated",
-)
-OURS = ("radixkv", "radixkv_kernels", "experiments")
+MOST_FLOORS = {"radixkv": 5, "radixkv_kernels": 7, "experiments": 6}
+WITHOUT_TORCH = ("cache", "blocks", "traces", "scheduling", "inspect", "simulate", "fleet")
+WITH_TORCH = ("radixkv.fleet.ray",)  # it has engines
+PACKAGES = ("radixkv", "radixkv_kernels", "experiments")
 
 
-def modules():
-    for folder in (ROOT, ROOT / "kernels"):
-        for name in OURS:
-            for path in sorted((folder / name).rglob("*.py")):
-                parts = path.relative_to(folder).with_suffix("").parts
-                yield ".".join(parts).removesuffix(".__init__"), path
+def modules() -> dict[str, Path]:
+    """Every module of ours by its name; a folder's own is its `__init__`."""
+    found = {}
+    for name in PACKAGES:
+        folder = ROOT / "kernels" if name == "radixkv_kernels" else ROOT
+        for path in sorted((folder / name).rglob("*.py")):
+            found[".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
 
 
-def part_of(module):
-    head, _, rest = module.partition(".")
-    return f"{head}.{rest.partition('.')[0]}" if head == "radixkv" and rest else head
+MODULES = modules()
+FOLDERS = sorted(name for name, path in MODULES.items() if path.name == "__init__.py")
 
 
-def imports(path):
-    """Yields every module that a file imports, those inside functions too; `if TYPE_CHECKING` blocks do not run."""
-    tree = ast.parse(path.read_text())
-    unused = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in unused:
-            continue
+def imports(name: str) -> set[str]:
+    """Every module of ours that a module imports: inside functions too, and where only types are checked."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            if node.level:  # stays inside its package
-                continue
-            # `from package import name` may mean a module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")
+                base = ".".join(filter(None, [*above[: len(above) - node.level + 1], base]))
+            # `from folder import name` may mean a module
+            found |= {full if (full := f"{base}.{alias.name}") in MODULES else base for alias in node.names}
+    return {target for target in found if target.split(".")[0] in PACKAGES}
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: str(value).replace(str(ROOT), ""))
-def test_imports_follow_the_arrows(module, path):
-    part = part_of(module)
-    if part == "radixkv":
-        assert not [name for name in imports(path) if name.split(".")[0] in OURS]
-        return
-    assert part in ARROWS, f"{part}: a new part; say here and in ARCHITECTURE.md what it may import"
-    for imported in imports(path):
-        if imported.split(".")[0] in OURS:
-            target = part_of(imported)
-            allowed = target == part or target in ARROWS[part] or target.split(".")[0] in ARROWS[part]
-            assert allowed, f"{module} imports {imported}"
+IMPORTS = {name: imports(name) for name in MODULES}
 
 
-def test_the_arrows_make_no_circle():
-    done = set()
-    while len(done) < len(ARROWS):
-        ready = {part for part, targets in ARROWS.items() if part not in done and targets & ARROWS.keys() <= done}
-        assert ready, f"a circle among {ARROWS.keys() - done}"
-        done |= ready
+def rooms(folder: str) -> dict[str, set[str]]:
+    """The modules and folders that lie in a folder -> those of them that each imports."""
+    depth = folder.count(".") + 2
+    found = defaultdict(set)
+    for name, targets in IMPORTS.items():
+        if name.startswith(f"{folder}."):
+            room = ".".join(name.split(".")[:depth])
+            inside = (".".join(target.split(".")[:depth]) for target in targets if target.startswith(f"{folder}."))
+            found[room] |= {target for target in inside if target != room}
+    return dict(found)
 
 
-@pytest.mark.parametrize("part", WITHOUT_TORCH)
-def test_importing_it_loads_no_torch(part):
-    code = f"import sys, {part}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
-    for name, _ in modules():
-        if part_of(name) == part:
-            code = f"import {name}\n{code}"
+def floors(arrows: dict[str, set[str]]) -> dict[str, int]:
+    """On which floor each room is: 1 for those that import none.
+
+    Raises:
+        AssertionError: some import each other in a circle.
+    """
+    found: dict[str, int] = {}
+    while len(found) < len(arrows):
+        ready = {room for room, targets in arrows.items() if room not in found and targets <= found.keys()}
+        assert ready, f"a circle among {sorted(arrows.keys() - found.keys())}"
+        found |= {room: 1 + max((found[target] for target in arrows[room]), default=0) for room in ready}
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("radixkv.")])
+def test_imports_follow_the_arrows(name):
+    folder = name.split(".")[1]
+    assert folder in ARROWS, f"{name}: expected a module in one of {sorted(ARROWS)}"
+    for target in IMPORTS[name]:
+        package, _, rest = target.partition(".")
+        to = rest.partition(".")[0] if package == "radixkv" else package
+        assert to == folder or to in ARROWS[folder], f"{name} imports {target}"
+
+
+def test_every_arrow_is_used():
+    used = defaultdict(set)
+    for name, targets in IMPORTS.items():
+        if name.startswith("radixkv."):
+            folder = name.split(".")[1]
+            used[folder] |= {t.split(".")[1] if t.startswith("radixkv.") else t.split(".")[0] for t in targets}
+    assert {folder: used[folder] - {folder} for folder in ARROWS} == ARROWS
+
+
+def test_kernels_know_nothing_of_the_rest():
+    for name, targets in IMPORTS.items():
+        if name.startswith("radixkv_kernels"):
+            assert all(target.startswith("radixkv_kernels") for target in targets), name
+    for name, targets in IMPORTS.items():
+        assert name.startswith("experiments") or not any(target.startswith("experiments") for target in targets), name
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_folder_has_a_circle(folder):
+    found = floors(rooms(folder))
+    if folder in MOST_FLOORS:
+        assert max(found.values()) <= MOST_FLOORS[folder], sorted((floor, room) for room, floor in found.items())
+
+
+@pytest.mark.parametrize("folder", WITHOUT_TORCH)
+def test_importing_it_loads_no_torch(folder):
+    inside = [name for name in MODULES if name.startswith(f"radixkv.{folder}") and name not in WITH_TORCH]
+    names = [name for name in inside if not name.endswith("__main__")]
+    code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_token_ids_on_their_way_into_the_tree_enter_no_folder_twice(monkeypatch):
+    from radixkv.cache.radix.tree import RadixTree
+    from radixkv.engine.engine import Engine
+
+    ways = []
+    walk = RadixTree.walk
+
+    def followed(*arguments):
+        frame, way = sys._getframe(1), []
+        while frame is not None:
+            name = frame.f_globals.get("__name__", "")
+            folder = ".".join(name.split(".")[:2])
+            if name.startswith("radixkv.") and way[-1:] != [folder]:
+                way.append(folder)
+            frame = frame.f_back
+        ways.append(way[::-1])
+        return walk(*arguments)
+
+    monkeypatch.setattr(RadixTree, "walk", followed)
+    engine = Engine.from_pretrained("tiny_gpt", num_blocks=64)
+    engine.add_request(list(range(100)))
+    engine.step()
+    assert ways
+    for way in ways:
+        assert len(set(way)) == len(way), way

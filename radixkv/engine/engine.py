@@ -167,10 +167,10 @@ class Engine:
         """Takes a request in; it is scheduled from the next step on. May be called from any thread.
 
         Args:
-            prompt: a text, token ids, or messages for the checkpoint's chat template. request_id: None: a number that
-            is not in use. priority: higher ones start first, within the bound on how long anything waits
-            (`radixkv.scheduling.waiting`). keep_steps: when it has ended, its prefix is evicted after all else for so
-            many steps.
+            prompt: a text, token ids, or messages for the checkpoint's chat template.
+            request_id: None: a number that is not in use.
+            priority: higher ones start first, within the bound on how long a request waits (`SchedulerConfig`).
+            keep_steps: when it has ended, its prefix is evicted after all else for so many steps.
 
         Returns:
             Its request_id.
