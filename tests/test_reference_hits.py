@@ -12,6 +12,8 @@ from radixkv.workloads import open_trace
 sys.path.insert(0, str(Path(__file__).parent))
 from shared_files import shared_file
 
+from tests.sampling import few
+
 # (requests, prompt tokens), then hits of an infinite cache at block sizes 1, 16, 64: prompts cached, outputs cached too
 TEXT_TRACES = {
     "tau_bench_airline.conversations": (
@@ -36,7 +38,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("cache_outputs", [False, True], ids=["in", "io"])
-@pytest.mark.parametrize("name", TEXT_TRACES)
+@pytest.mark.parametrize("name", few(sorted(TEXT_TRACES, key=lambda name: TEXT_TRACES[name][0]), 3))
 def test_hits_of_an_infinite_cache(name, cache_outputs):
     size, hits_in, hits_io = TEXT_TRACES[name]
     replays = {config: Replay(config, cache_outputs=cache_outputs) for config in CONFIGS}

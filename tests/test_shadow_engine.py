@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 sys.path.insert(0, str(Path(__file__).parent))
 from shadow_engine import InterruptedMachine, ShadowMachine
 
-NUM_SCRIPTS = int(os.environ.get("RADIXKV_SCRIPTS", "100"))
+NUM_SCRIPTS = int(os.environ.get("RADIXKV_SCRIPTS", "60"))
 
 
 def run(num_runs, machine=ShadowMachine, **options):
