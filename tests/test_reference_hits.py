@@ -6,6 +6,7 @@ import pytest
 
 from radixkv.blocks.replay import CacheConfig, Replay
 from radixkv.traces import open_trace
+from tests.sampling import few
 from tests.shared_files import shared_file
 
 # (requests, prompt tokens), then hits of an infinite cache at block sizes 1, 16, 64: prompts cached, outputs cached too
@@ -32,7 +33,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("cache_outputs", [False, True], ids=["in", "io"])
-@pytest.mark.parametrize("name", TEXT_TRACES)
+@pytest.mark.parametrize("name", few(sorted(TEXT_TRACES, key=lambda name: TEXT_TRACES[name][0]), 3))
 def test_hits_of_an_infinite_cache(name, cache_outputs):
     size, hits_in, hits_io = TEXT_TRACES[name]
     replays = {config: Replay(config, cache_outputs=cache_outputs) for config in CONFIGS}

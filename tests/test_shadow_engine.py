@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.shadow_engine import InterruptedMachine, ShadowMachine
 
-NUM_SCRIPTS = int(os.environ.get("RADIXKV_SCRIPTS", "100"))
+NUM_SCRIPTS = int(os.environ.get("RADIXKV_SCRIPTS", "60"))
 
 
 def run(num_runs, machine=ShadowMachine, **options):

@@ -176,8 +176,8 @@ def play_many(seeds):
 
 
 def test_the_same_bits_with_and_without():
-    planned, preemptions = play_many(range(8))
-    assert planned > 40 and preemptions > 0
+    planned, preemptions = play_many(range(4))
+    assert planned > 20 and preemptions > 0
 
 
 def small_model(windows):

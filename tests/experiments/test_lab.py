@@ -261,6 +261,7 @@ def test_a_browser_loads_the_page(results):
 # ---- what the page says first, and what a GPU would add
 
 
+@pytest.mark.slow
 def test_the_summary_is_computed_from_the_rows(tmp_path):
     from experiments import divergence, index_cost, workload_worth
     from experiments.lab.summary import buys, costs, workloads

@@ -8,7 +8,7 @@ from radixkv_kernels import plan_tile
 from tests.kernels.forests import Call
 from tests.kernels.stepping import Counts, check_many
 
-FOREST_COUNT, MANY = 50, 3000
+FOREST_COUNT, MANY = 25, 3000
 SIZES = {"longest": 800, "most_seqs": 6, "steps": 7}
 
 

@@ -273,6 +273,7 @@ def test_autocast(kind, dtype):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_compiled_models():
     _, ours = model_pair("llama")
     ids, mask = padded("left")

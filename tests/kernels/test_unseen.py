@@ -17,6 +17,7 @@ from radixkv_kernels.integrations.flash_attn import flash_attn_varlen_func, flas
 from radixkv_kernels.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from tests.kernels.problems import Shape, make
+from tests.sampling import few
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # to shrink in the interpreter takes minutes
 
@@ -77,7 +78,7 @@ def test_more_queries_than_keys(shape):
 
 
 @pytest.mark.usefixtures("exact_interpreter")
-@settings(max_examples=6, deadline=None, phases=PHASES)
+@settings(max_examples=3, deadline=None, phases=PHASES)
 @given(shapes())
 def test_more_queries_than_keys_in_triton(shape):
     check_rows(shape, "triton")
@@ -184,7 +185,7 @@ SPECIAL = [-math.inf, math.inf, math.nan, 0.5, -3.0]
 
 @pytest.mark.usefixtures("exact_interpreter")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("states", [1, 2, 3])
+@pytest.mark.parametrize("states", few([2, 1, 3], 1))
 def test_infinite_and_nan_lse_in_every_place_of_a_merge(implementation, states):
     """All combinations of special values over the parts; what an empty part's out holds is never looked at."""
     combinations = list(itertools.product(SPECIAL, repeat=states))

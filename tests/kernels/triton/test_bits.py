@@ -16,6 +16,7 @@ from radixkv_kernels.triton_impl.config import Config
 from triton.runtime import interpreter
 
 from tests.kernels.triton.attention_problems import Problem
+from tests.sampling import few
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
@@ -27,7 +28,7 @@ FEATURES = [
 ]
 
 
-@pytest.fixture(params=range(len(FEATURES)))
+@pytest.fixture(params=few(range(len(FEATURES)), 1))
 def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     chosen = FEATURES[request.param]
     if chosen["dtype"] == torch.float32:

@@ -19,6 +19,7 @@ from radixkv_kernels.triton_impl.config import Config
 from tests.kernels.forests import FP8, SMALL, Call, Forest, check_sound, random_call, random_forest
 from tests.kernels.pairwise import pairwise_rows
 from tests.kernels.stepping import Counts, check_many
+from tests.sampling import few
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
@@ -83,7 +84,7 @@ def check_forests(seeds: range) -> int:
     return num_shared
 
 
-@pytest.mark.parametrize("start", range(0, FOREST_COUNT, A_TEST))
+@pytest.mark.parametrize("start", few(range(0, FOREST_COUNT, A_TEST), 1))
 def test_random_forests(start):
     assert check_forests(range(start, start + A_TEST)) >= 1
 
@@ -111,7 +112,7 @@ def test_many_stepping_forests():
     assert counts.kept > counts.steps // 8 and counts.crossed > 2, counts
 
 
-@pytest.mark.parametrize("index", range(len(PAIRS)))
+@pytest.mark.parametrize("index", few(range(len(PAIRS)), 5))
 def test_every_pair_of_features(index):
     row = dict(PAIRS[index])
     of_call = {name: row.pop(name) for name in ("dtype", "kv_dtype", "softcap")}
