@@ -77,8 +77,9 @@ def test_more_queries_than_keys(shape):
         check_rows(shape, implementation)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_interpreter")
-@settings(max_examples=3, deadline=None, phases=PHASES)
+@settings(max_examples=6, deadline=None, phases=PHASES)
 @given(shapes())
 def test_more_queries_than_keys_in_triton(shape):
     check_rows(shape, "triton")

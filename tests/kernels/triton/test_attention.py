@@ -61,7 +61,7 @@ def check(problem: Problem, monkeypatch: pytest.MonkeyPatch, processors: int = 8
     exactly(call, problem).check(out, lse)
 
 
-@pytest.mark.parametrize("index", few(range(len(PAIRS)), 10))
+@pytest.mark.parametrize("index", few(range(len(PAIRS)), 6))
 def test_every_pair_of_features(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     row = PAIRS[index]
     check(problem_of(row, seed=index), monkeypatch, row["processors"])
