@@ -1,4 +1,7 @@
-"""The folders of the package depend on each other one way, type-level imports included; ARCHITECTURE.md draws them."""
+"""The folders of the package depend on each other one way, type-level imports included; ARCHITECTURE.md draws them.
+
+`python tests/test_arrows.py` prints the picture that ARCHITECTURE.md shows.
+"""
 
 import ast
 import subprocess
@@ -107,6 +110,26 @@ def test_every_arrow_is_used():
     assert {folder: used[folder] - {folder} for folder in ARROWS} == ARROWS
 
 
+def picture() -> str:
+    """The folders and their arrows as a Mermaid graph, without the arrows that others imply."""
+    arrows = ARROWS | {"experiments": set(ARROWS), "radixkv_kernels": set()}
+    below = {folder: reachable(arrows, folder) for folder in arrows}
+    lines = ["graph BT"]
+    for folder, targets in arrows.items():
+        for target in sorted(targets):
+            if not any(target in below[other] for other in targets - {target}):
+                lines.append(f"    {folder} --> {target}")
+    return "\n".join(lines)
+
+
+def reachable(arrows: dict[str, set[str]], folder: str) -> set[str]:
+    return arrows[folder].union(*(reachable(arrows, target) for target in arrows[folder]))
+
+
+def test_the_picture_is_of_these_arrows():
+    assert f"```mermaid\n{picture()}\n```" in (ROOT / "ARCHITECTURE.md").read_text()
+
+
 def test_kernels_know_nothing_of_the_rest():
     for name, targets in IMPORTS.items():
         if name.startswith("radixkv_kernels"):
@@ -156,3 +179,7 @@ def test_token_ids_on_their_way_into_the_tree_enter_no_folder_twice(monkeypatch)
     assert ways
     for way in ways:
         assert len(set(way)) == len(way), way
+
+
+if __name__ == "__main__":
+    print(picture())
