@@ -22,8 +22,9 @@ from experiments.ablation_report import answer, plot, show
 from experiments.lab.harness import Row, parser
 from experiments.lab.run import Cell, conduct
 from experiments.sharing_apart import ApartScheduler, PublishAtCommit
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.replay import Replay
 from radixkv.cache.tokens import unpack
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize

@@ -20,7 +20,8 @@ import numpy as np
 from experiments.lab.harness import Row, parser, print_table
 from experiments.lab.plots import finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 
 CACHES = ("flat_hash", "radix")
 SMOKE_TOKENS = 300

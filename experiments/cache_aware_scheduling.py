@@ -26,8 +26,9 @@ from experiments.lab.plots import draw_bars, finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
 from experiments.paper_workloads import PAPER_WORKLOADS
 from experiments.trace_sets import available, is_conversation, sample_of
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.replay import Replay
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, at_once, run, summarize

@@ -27,8 +27,8 @@ from experiments.calibrate_report import METRICS, answer, plot, show
 from experiments.lab.harness import Row, fail, parser
 from experiments.lab.run import conduct
 from experiments.measured_engine import MeasuredEngine, arrival_s
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import FEATURES, Fitted, Simulator, StepLoad, report
 from radixkv.traces import TraceRequest, open_workload

@@ -24,7 +24,7 @@ from experiments.lab.harness import Row, parser, print_table
 from experiments.lab.plots import finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
 from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize
-from radixkv.blocks.replay import CACHES
+from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.tree_plans import MODES
 
@@ -77,9 +77,7 @@ def measure(config: Config, workload: str, rate: float) -> list[Row]:
     for cache in config.caches:
         engine = Engine.from_pretrained(
             config.model,
-            cache=cache,
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
+            cache=CacheConfig(cache, config.block_size, num_blocks=config.num_blocks),
             deterministic=config.deterministic,
             tree_attention=config.tree_attention,
         )

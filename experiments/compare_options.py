@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.harness import parser
-from radixkv.blocks.replay import CACHES, CacheConfig
+from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.cache.contract import check_block_size
 from radixkv.cache.hashing import ALGORITHMS
 from radixkv.cache.radix.eviction import POLICIES

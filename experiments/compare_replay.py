@@ -6,7 +6,8 @@ from typing import Any
 from experiments.compare_options import EMBEDDED, Config
 from experiments.compare_report import SERVED_REQUESTS, SERVING_TITLE
 from experiments.lab.harness import Row, print_table, progress
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.cache.tokens import unpack
 from radixkv.simulate.model_shapes import MODEL_SHAPES
 from radixkv.traces import open_workload
@@ -85,7 +86,7 @@ def serve_embedded(config: Config) -> list[Row]:
     rows, answers = [], []
     with progress("serving on tiny_gpt", len(config.cache)) as bar:
         for cache in config.cache:
-            engine = Engine.from_pretrained("tiny_gpt", cache=cache, num_blocks=4096)
+            engine = Engine.from_pretrained("tiny_gpt", cache=CacheConfig(cache, num_blocks=4096))
             serve(engine, [Arrival(0.0, tuple(range(40)), 4)] * 2)  # first calls of everything
             outputs = serve(engine, arrivals)
             rows.append({"cache": cache, **summarize(outputs)})

@@ -21,8 +21,9 @@ import numpy as np
 from experiments.divergence_report import answer, plot, show
 from experiments.lab.harness import Row, parser, shared_traces
 from experiments.lab.run import Cell, conduct
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.replay import Replay
 from radixkv.traces import open_trace
 
 __all__ = ["answer", "plot", "show"]  # what shows the rows

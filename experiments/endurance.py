@@ -24,8 +24,8 @@ from experiments.endurance_traffic import NoModel, Traffic
 from experiments.lab.harness import Row, parser, print_table, resident_bytes
 from experiments.lab.plots import finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 

@@ -23,8 +23,9 @@ import numpy as np
 from experiments.lab.harness import Row, fail, parser, print_table
 from experiments.lab.plots import finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.replay import Replay
 from radixkv.cache.namespace import Salt
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig

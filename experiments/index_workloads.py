@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.blocks.replay import CacheConfig
+from radixkv.blocks.config import CacheConfig
 from radixkv.cache.contract import PrefixCache, take_over
 from radixkv.cache.tokens import TOKEN_BYTES
 

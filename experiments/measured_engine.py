@@ -8,10 +8,12 @@ import torch
 
 from experiments.lab.harness import Row
 from experiments.serving import summarize
+from radixkv.blocks.config import CacheConfig
 from radixkv.cache.tokens import pack, unpack
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.batch import ScheduledBatch
 from radixkv.scheduling.request import SamplingParams
+from radixkv.scheduling.scheduler import SchedulerConfig
 from radixkv.simulate import StepLoad, measure_load
 from radixkv.traces import TraceRequest
 
@@ -36,9 +38,8 @@ class MeasuredEngine:
         self.clock = Clock()
         self.engine = Engine.from_pretrained(
             model,
-            cache=cache,
-            num_blocks=num_blocks,
-            max_num_batched_tokens=max_num_batched_tokens,
+            cache=CacheConfig(cache, num_blocks=num_blocks),
+            scheduler=SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens),
             tree_attention="off",  # what is fitted knows nothing of shared reads
             clock=self.clock,
         )

@@ -19,8 +19,8 @@ import numpy as np
 from experiments.lab.harness import Row, parser, print_table
 from experiments.lab.plots import finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import OpenLoop, Roofline, Simulator, run, summarize

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.lab.harness import Row, shared_traces
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.cache.events import Callback
 from radixkv.fleet.routing.policies import make_router
 from radixkv.fleet.routing.router import Router

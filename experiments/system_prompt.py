@@ -18,7 +18,8 @@ import numpy as np
 from experiments.lab.harness import Row, parser, print_table
 from experiments.lab.plots import bars
 from experiments.lab.run import Cell, Data, conduct
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.cache.namespace import Namespace, Salt
 
 CACHES = ("flat_hash", "radix")

@@ -24,9 +24,11 @@ import numpy as np
 from experiments.lab.harness import Row, parser, print_table
 from experiments.lab.plots import finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
+from radixkv.blocks.config import CacheConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.tree_plans import MODES
 from radixkv.scheduling.request import SamplingParams
+from radixkv.scheduling.scheduler import SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ def make_engine(config: Config, mode: str, prefix: int) -> Engine:
         tokens += config.num_requests * 1024
     num_blocks = -(-tokens // config.block_size) + 64
     engine = Engine.from_pretrained(
-        config.model, block_size=config.block_size, num_blocks=num_blocks, tree_attention=mode, max_num_seqs=512
+        config.model,
+        cache=CacheConfig(block_size=config.block_size, num_blocks=num_blocks),
+        scheduler=SchedulerConfig(max_num_seqs=512),
+        tree_attention=mode,
     )
     rng = np.random.default_rng(config.seed)
     vocab_size = min(engine.runner.config.vocab_size, 250)

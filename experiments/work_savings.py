@@ -19,7 +19,8 @@ import numpy as np
 from experiments.lab.harness import Row, parser, print_table
 from experiments.lab.plots import bars
 from experiments.lab.run import Cell, Data, conduct
-from radixkv.blocks.replay import CACHES, CacheConfig, Replay
+from radixkv.blocks.config import CACHES, CacheConfig
+from radixkv.blocks.replay import Replay
 
 
 @dataclass(frozen=True)

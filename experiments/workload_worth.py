@@ -17,7 +17,8 @@ from pathlib import Path
 from experiments.lab.harness import Row, parser, print_table
 from experiments.lab.plots import draw_bars, finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.traces import open_workload
 
 # (cache, block size); a batch of unrelated prompts is "uniform"

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.traces import open_trace
 from tests.sampling import few
 from tests.shared_files import shared_file

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig
 from radixkv.blocks.sequence_blocks import ResetStats
 from radixkv.cache.contract import PrefixCache, take_over
 from radixkv.cache.namespace import Namespace, kinds
@@ -94,18 +94,12 @@ class Engine:
         cls,
         path_or_preset: str | Path,
         *,
-        cache: str | PrefixCache = "radix",
-        block_size: int | None = None,
+        cache: CacheConfig | PrefixCache | None = None,
+        scheduler: SchedulerConfig | None = None,
         num_blocks: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         deterministic: bool | None = None,
-        max_num_batched_tokens: int = 2048,
-        max_num_seqs: int = 256,
-        order: str = "longest_prefix",
-        max_overtakes: int = 256,
-        queue_aware: bool = False,
-        policy: str | None = None,
         tree_attention: str = "auto",
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -114,28 +108,33 @@ class Engine:
 
         Args:
             path_or_preset: a Hugging Face folder, a .gguf file, or "tiny_gpt".
-            cache: radix, flat_hash, null, or a cache of your own, which no other engine has.
-            block_size: tokens in a block, 16 unless said; not beside a cache of your own, which has one.
-            num_blocks: blocks in the pool; None: as many as fit into 1 GiB.
-            policy: radix by name alone: what it evicts first (`radixkv.cache.radix.eviction`), lru unless said.
-            order, max_overtakes, queue_aware: as of `SchedulerConfig`.
+            cache: which cache to make; or a cache of your own, which no other engine has. None: `CacheConfig()`.
+            scheduler: limits of a step and the order of admissions. None: `SchedulerConfig()`.
+            num_blocks: blocks in the pool. None: as many as `cache` says, or else as fit into 1 GiB.
+            dtype: of weights and KV; None: the checkpoint's.
             device: None: a GPU where there is one.
             deterministic: every logit the same bits whatever is cached, batched or chunked; None: on a CPU.
             tree_attention: on, off or auto: whether KV that sequences share is read once a step; the same tokens.
             seed: of a preset's weights.
+            clock: seconds, for all times reported.
 
         Raises:
             ValueError: an argument is out of range, or the checkpoint can't be used; the message says which and why.
         """
+        if cache is None:
+            cache = CacheConfig()
+        if isinstance(cache, CacheConfig):
+            if num_blocks is not None and cache.num_blocks is not None:
+                raise ValueError(f"num_blocks: expected None, as {cache} says it, got {num_blocks}")
+            num_blocks = cache.num_blocks if num_blocks is None else num_blocks
+            cache = cache.make()
+        elif not callable(getattr(cache, "acquire", None)):
+            raise ValueError(f"cache: expected a CacheConfig or a PrefixCache, got {cache!r}")
+        if not isinstance(scheduler, SchedulerConfig | None):
+            raise ValueError(f"scheduler: expected a SchedulerConfig, got {scheduler!r}")
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         checkpoint = load_checkpoint(path_or_preset, dtype=dtype, device=device, seed=seed)
         config = checkpoint.model.config
-        if isinstance(cache, str):
-            cache = CacheConfig(cache, 16 if block_size is None else block_size, policy=policy or "lru").make()
-        else:
-            for name, value in (("block_size", block_size), ("policy", policy)):
-                if value is not None:
-                    raise ValueError(f"{name}: expected None beside a cache of your own, got {value!r}")
         if num_blocks is None:
             dtype = checkpoint.model.weights.embedding.dtype
             num_blocks = max(DEFAULT_KV_BYTES // kv_bytes_per_block(config, cache.block_size, dtype), 1)
@@ -147,10 +146,9 @@ class Engine:
             deterministic=device.type == "cpu" if deterministic is None else deterministic,
             tree_attention=tree_attention,
         )
-        limits = SchedulerConfig(max_num_batched_tokens, max_num_seqs, order, max_overtakes, queue_aware)
-        scheduler = Scheduler(KVManager(cache, num_blocks), limits)
+        made = Scheduler(KVManager(cache, num_blocks), scheduler)
         tokenizer = checkpoint.tokenizer
-        return cls(runner, scheduler, tokenizer=tokenizer, eos_token_ids=config.eos_token_ids, clock=clock)
+        return cls(runner, made, tokenizer=tokenizer, eos_token_ids=config.eos_token_ids, clock=clock)
 
     # ---- requests
 

@@ -14,9 +14,11 @@ import sys
 import torch
 from radixkv_kernels.row_rules import cancelling, measured, normal
 
+from radixkv.blocks.config import CacheConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.model.row_linear import linear
 from radixkv.scheduling.request import SamplingParams
+from radixkv.scheduling.scheduler import SchedulerConfig
 from radixkv.scheduling.sequence import Sequence
 
 
@@ -102,9 +104,9 @@ def _engine(
 ) -> tuple[Engine, Logits]:
     engine = Engine.from_pretrained(
         model,
-        cache=cache,
+        cache=CacheConfig(cache),
+        scheduler=SchedulerConfig(max_num_batched_tokens=budget),
         num_blocks=128,
-        max_num_batched_tokens=budget,
         deterministic=True,
         dtype=dtype,
         device=device,

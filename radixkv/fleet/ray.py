@@ -245,7 +245,7 @@ def deploy(
     if router is not None:
         options = {"router": router, **(router_options or {})}
         if router in ("longest_match", "cache_aware"):
-            options.setdefault("block_size", engine.get("block_size", 16))
+            options.setdefault("block_size", engine["cache"].block_size if "cache" in engine else 16)
         config = RequestRouterConfig(
             request_router_class=PrefixRouter,
             request_router_kwargs=options,

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from experiments.dry_run import dry_run
 from radixkv.blocks.bounds import BlockPaths
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.replay import Replay
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.radix.eviction import POLICIES
 from radixkv.cache.tokens import pack

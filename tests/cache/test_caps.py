@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 
 from radixkv.blocks.allocator import OutOfBlocks
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.replay import Replay
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Salt
 from radixkv.cache.radix.cache import RadixCache

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig
 from radixkv.cache.namespace import Salt
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.engine.engine import Engine
@@ -84,7 +84,7 @@ def test_golden_outputs_cold_and_warm_alone_and_in_one_batch(cache, block_size):
     golden = json.loads((folder / "golden.json").read_text())
     prompts = [case["prompt_token_ids"] for case in golden["cases"]]
     wanted = [case["greedy_token_ids"] for case in golden["cases"]]
-    engine = Engine.from_pretrained(folder, cache=cache, block_size=block_size, num_blocks=4096 // block_size)
+    engine = Engine.from_pretrained(folder, cache=CacheConfig(cache, block_size, num_blocks=4096 // block_size))
 
     def params(ids):
         return SamplingParams(max_tokens=len(ids), ignore_eos=True)
@@ -501,10 +501,24 @@ def test_a_pool_that_is_not_the_runners_is_refused(model, num_blocks, block_size
         Engine(runner, Scheduler(KVManager(RadixCache(block_size), num_blocks)))
 
 
-@pytest.mark.parametrize("option", [{"block_size": 16}, {"policy": "lru"}])
-def test_options_of_a_cache_beside_a_cache_are_refused(option):
-    with pytest.raises(ValueError, match=f"{next(iter(option))}: expected None beside a cache of your own"):
-        Engine.from_pretrained("tiny_gpt", cache=RadixCache(4), **option)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": "radix"}, "cache: expected a CacheConfig or a PrefixCache, got 'radix'"),
+        ({"cache": CacheConfig("flat")}, "cache: expected one of null, flat_hash, radix, got 'flat'"),
+        ({"scheduler": {"order": "fcfs"}}, "scheduler: expected a SchedulerConfig, got {'order': 'fcfs'}"),
+        ({"cache": CacheConfig(num_blocks=8), "num_blocks": 9}, "num_blocks: expected None, as CacheConfig"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained("tiny_gpt", **options)
+
+
+def test_the_pool_is_of_the_size_that_the_configuration_or_the_argument_says():
+    for options in ({"cache": CacheConfig(num_blocks=8)}, {"num_blocks": 8}, {"cache": RadixCache(4), "num_blocks": 8}):
+        engine = Engine.from_pretrained("tiny_gpt", **options)
+        assert engine.runner.num_blocks == engine.scheduler.manager.sizes.num_blocks == 8
 
 
 def test_a_detokenizer_that_fails_at_the_end_loses_no_other_abort(model):

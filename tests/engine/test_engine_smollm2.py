@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from radixkv.blocks.config import CacheConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.model.fetch import FILE_NAME
 from radixkv.scheduling.request import SamplingParams
@@ -28,7 +29,7 @@ def make(cache):
     if not MODEL.exists():
         pytest.skip(f"needs {MODEL}: make model, or RADIXKV_MODELS")
     torch.set_num_threads(os.cpu_count() or 1)
-    return Engine.from_pretrained(MODEL, cache=cache, num_blocks=512)
+    return Engine.from_pretrained(MODEL, cache=CacheConfig(cache, num_blocks=512))
 
 
 def test_a_long_system_prompt_is_computed_once(messages):

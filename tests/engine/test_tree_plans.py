@@ -12,8 +12,8 @@ import torch
 from radixkv_kernels import TreePlan, TreePlanner
 from radixkv_kernels.plan import memo, order, planner, tree_plan
 
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig
 from radixkv.engine import tree_plans
 from radixkv.engine.engine import Engine
 from radixkv.engine.model.presets import PRESETS, RandomTensors

@@ -8,7 +8,8 @@ import pytest
 from experiments import cache_aware_scheduling, eviction
 from experiments.paper_workloads import PAPER_WORKLOADS
 from experiments.trace_sets import EMBEDDED, requests_of
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.cache.tokens import num_common_tokens
 
 CONFIG = eviction.Config(trace=(EMBEDDED,), limit=250)

@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.cache.namespace import Salt, parts
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.tokens import pack

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from experiments.dry_run import dry_run
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.replay import Replay
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.null import NullCache
 from radixkv.cache.radix.cache import RadixCache
@@ -73,8 +74,10 @@ def test_a_request_by_hand():
 def test_the_same_steps_as_the_engine():
     """Sizes, hits, evictions and preemptions of every step, where both generate the same tokens."""
     rng = random.Random(3)
-    options = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 24, "max_num_seqs": 5, "max_overtakes": 2}
-    engine = Engine.from_pretrained("tiny_gpt", **options)
+    limits = {"max_num_batched_tokens": 24, "max_num_seqs": 5, "max_overtakes": 2}
+    engine = Engine.from_pretrained(
+        "tiny_gpt", cache=CacheConfig(block_size=4, num_blocks=40), scheduler=SchedulerConfig(**limits)
+    )
     requests = tree_of_requests(rng, 25, longest=60)
     for request in requests:
         prompt = np.frombuffer(request.prompt, np.int32).tolist()
@@ -86,8 +89,7 @@ def test_the_same_steps_as_the_engine():
     outputs = [generation.output() for generation in generations]
 
     found = []
-    options.pop("block_size")
-    simulator = make(RadixCache(4), on_step=found.append, order="longest_prefix", **options)
+    simulator = make(RadixCache(4), 40, on_step=found.append, order="longest_prefix", **limits)
     for request, output in zip(requests, outputs, strict=True):
         simulator.submit(TraceRequest(request.id, request.prompt, pack(output.outputs[0].token_ids)))
     served = {each.request_id: each for each in simulator.advance(inf)}

@@ -8,8 +8,9 @@ import pytest
 from experiments import compare, divergence
 from experiments.tree_snapshots import Serving, snapshots
 from radixkv.blocks.bounds import BlockPaths
+from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.blocks.replay import CACHES, CacheConfig, Replay
+from radixkv.blocks.replay import Replay
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.tokens import pack
 from radixkv.inspect import compare_prompts, survey

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.cache.namespace import Media
 from radixkv.traces import TraceError, open_trace
 from tests.traces.trace_files import write_lines

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from experiments.route_cost import run as route_cost
-from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.blocks.config import CacheConfig
+from radixkv.blocks.replay import Replay
 from radixkv.cache.events import AllBlocksCleared
 from radixkv.cache.namespace import LoRA, Salt
 from radixkv.fleet.routing.policies import ROUTERS, CacheAware, LongestMatch, make_router
