@@ -1,11 +1,11 @@
 """Paged-attention kernels for anyone's block tables: plain tensors in, plain tensors out. Knows nothing of radixkv."""
 
 from .api import copy_blocks, merge_states, paged_attention, store_kv, tree_attention
-from .errors import UnsupportedImplementation
+from .contract import PlanConfig, PlanTensors, UnsupportedImplementation
 from .plan.planner import TreePlanner
 from .plan.stats import PlanStats
-from .plan.tensors import PlanBuffers, PlanTensors
-from .plan.tree_plan import PlanConfig, TreePlan
+from .plan.tensors import PlanBuffers
+from .plan.tree_plan import TreePlan
 from .selection import plan_tile
 from .torch_impl import attention_row_rule
 

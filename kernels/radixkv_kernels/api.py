@@ -1,6 +1,6 @@
-"""The public calls. Each validates once, brings its arguments to one form, allocates, and calls an implementation.
+"""The public calls. Each checks its arguments once, brings them to one form, allocates, and calls an implementation.
 
-What an implementation receives and must compute is in `interface.py`; which one is picked, in `selection.py`.
+What an implementation receives and must compute is in `contract.py`; which one runs, in `selection.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import block_tables
-from . import validate as checks
-from .contract import AttentionSpec, AttentionTensors
-from .errors import UnsupportedImplementation
-from .plan.tensors import PlanTensors, check_plan
+from . import arguments as checks
+from .contract import (
+    FLOAT_DTYPES,
+    AttentionSpec,
+    AttentionTensors,
+    Implementation,
+    PlanTensors,
+    UnsupportedImplementation,
+    expect,
+)
 from .plan.tree_plan import TreePlan
 from .selection import select_implementation
 
@@ -84,82 +89,77 @@ def paged_attention(
 
     Mutates `out` and `workspace`. Cost: O(rows * visible keys * num_q_heads * head_dim); reads each sequence's KV once.
     """
-    device = checks.device_of("q", q)
-    checks.check_tensor("q", q, (None, None, None), checks.FLOAT_DTYPES, device)
-    checks.check_caches(k_cache, v_cache, (q.dtype, checks.FP8), device)
-    num_tokens, num_q_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, v_head_dim = v_cache.shape
-    checks.expect(k_cache.shape[3] == head_dim, "k_cache", f"head_dim (dim 3) {head_dim}, as q has", k_cache.shape[3])
-    checks.check_heads(num_q_heads, num_kv_heads, head_dim, v_head_dim)
+    device = checks.check_query(q, k_cache, v_cache)
+    (num_tokens, num_q_heads, head_dim), (_, block_size, num_kv_heads, v_head_dim) = q.shape, v_cache.shape
     scale = head_dim**-0.5 if scale is None else scale
     checks.check_options(scale, window, softcap)
     look = device.type == "cpu" if validate is None else validate
-
-    if block_table is not None:
-        ragged = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "last_block_len": last_block_len}
-        given = [name for name, value in ragged.items() if value is not None]
-        checks.expect(not given, "block_table", "a block table or kv_indptr, not both", given)
-        if seq_lens is None:
-            raise ValueError("seq_lens: expected a tensor beside block_table, got None")
-        lists = block_tables.from_table(block_table, seq_lens, device)
-    else:
-        if kv_indptr is None or kv_indices is None or last_block_len is None:
-            raise ValueError("block_table: expected it, or kv_indptr, kv_indices and last_block_len together, got None")
-        checks.expect(seq_lens is None, "seq_lens", "None beside kv_indptr (last_block_len says it)", "a tensor")
-        lists = block_tables.from_indices(kv_indptr, kv_indices, last_block_len, block_size, device, look)
+    lists = checks.block_lists(block_table, seq_lens, kv_indptr, kv_indices, last_block_len, block_size, device, look)
     checks.check_tensor("cu_seqlens_q", cu_seqlens_q, (lists.seq_lens.numel() + 1,), checks.INT_DTYPES, device)
-
     spec = AttentionSpec(
-        scale=float(scale),
-        causal=bool(causal),
-        window=window,
-        softcap=None if softcap is None else float(softcap),
-        block_size=block_size,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        max_blocks=lists.max_blocks,
-        block_stride=lists.block_stride,
-    )
+        float(scale), bool(causal), window, None if softcap is None else float(softcap), block_size,
+        num_q_heads, num_kv_heads, head_dim, v_head_dim, lists.max_blocks, lists.block_stride,
+    )  # fmt: skip
     tensors = AttentionTensors(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_ids=lists.block_ids,
-        block_indptr=lists.block_indptr,
-        seq_lens=lists.seq_lens,
-        cu_seqlens_q=checks.as_int32(cu_seqlens_q).contiguous(),
-        sinks=checks.normalise_per_head("sinks", sinks, num_q_heads, device),
-        alibi_slopes=checks.normalise_per_head("alibi_slopes", alibi_slopes, num_q_heads, device),
-        k_scale=checks.normalise_scale("k_scale", k_scale, num_kv_heads, device),
-        v_scale=checks.normalise_scale("v_scale", v_scale, num_kv_heads, device),
-    )
+        q, k_cache, v_cache, lists.block_ids, lists.block_indptr, lists.seq_lens,
+        checks.as_int32(cu_seqlens_q).contiguous(),
+        checks.normalise_per_head("sinks", sinks, num_q_heads, device),
+        checks.normalise_per_head("alibi_slopes", alibi_slopes, num_q_heads, device),
+        checks.normalise_scale("k_scale", k_scale, num_kv_heads, device),
+        checks.normalise_scale("v_scale", v_scale, num_kv_heads, device),
+    )  # fmt: skip
     if look:
         checks.check_attention_contents(spec, tensors)
-    if out is None:
-        out = torch.empty(num_tokens, num_q_heads, v_head_dim, dtype=q.dtype, device=device)
-    else:
-        checks.check_tensor("out", out, (num_tokens, num_q_heads, v_head_dim), (q.dtype,), device)
-        checks.check_written("out", out)
+    out = checks.output("out", out, (num_tokens, num_q_heads, v_head_dim), q.dtype, device)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device) if return_lse else None
+    _attend(select_implementation(implementation, device), spec, tensors, plan, workspace, out, lse, look)
+    return out if lse is None else (out, lse)
 
-    chosen = select_implementation(implementation, device)
+
+def _attend(
+    chosen: Implementation,
+    spec: AttentionSpec,
+    tensors: AttentionTensors,
+    plan: TreePlan | PlanTensors | None,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    look: bool,
+) -> None:
+    """Runs a call in its normal form, with its plan or without."""
     reason = chosen.unsupported(spec, tensors)
     if reason is not None:
         raise UnsupportedImplementation(reason)
     if plan is None:
-        checks.expect(workspace is None, "workspace", "None without a plan", type(workspace).__name__)
+        expect(workspace is None, "workspace", "None without a plan", type(workspace).__name__)
         chosen.paged_attention(spec, tensors, out, lse)
-    else:
-        made = isinstance(plan, TreePlan | PlanTensors)
-        checks.expect(made, "plan", "a TreePlan or PlanTensors", type(plan).__name__)
-        check_plan(plan, spec, tensors, look)
-        if workspace is not None:
-            checks.check_tensor("workspace", workspace, (None,), (torch.float32,), device)
-            checks.expect(workspace.is_contiguous(), "workspace", "a contiguous tensor", workspace.stride())
-        chosen.tree_attention(spec, tensors, plan, workspace, out, lse)
-    return out if lse is None else (out, lse)
+        return
+    _check_plan(plan, spec, tensors, look)
+    if workspace is not None:
+        checks.check_tensor("workspace", workspace, (None,), (torch.float32,), tensors.q.device)
+        expect(workspace.is_contiguous(), "workspace", "a contiguous tensor", workspace.stride())
+    chosen.tree_attention(spec, tensors, plan, workspace, out, lse)
+
+
+def _check_plan(plan: TreePlan | PlanTensors, spec: AttentionSpec, tensors: AttentionTensors, look: bool) -> None:
+    """The plan was made for this call. That its block tables are the call's is taken on trust."""
+    expect(isinstance(plan, TreePlan | PlanTensors), "plan", "a TreePlan or PlanTensors", type(plan).__name__)
+    config = plan.config
+    for name in ("block_size", "num_q_heads", "num_kv_heads", "causal", "window"):
+        want, have = getattr(spec, name), getattr(config, name)
+        expect(have == want, "plan", f"one made with {name} {want}", have)
+    if isinstance(plan, PlanTensors):
+        lengths = (
+            len(x) if isinstance(x, Tensor) and x.dim() else 0 for x in (plan.items, plan.row_token, plan.row_slots)
+        )
+        shapes = PlanTensors.shapes(*lengths)
+        for name, tensor, shape in zip(PlanTensors.NAMES, plan.tensors, shapes, strict=True):
+            checks.check_tensor(name, tensor, shape, (torch.int32,), tensors.q.device)
+            expect(tensor.is_contiguous(), name, "a contiguous tensor", tensor.stride())
+        return
+    expect(plan.num_seqs == tensors.num_seqs, "plan", f"one of {tensors.num_seqs} sequences", plan.num_seqs)
+    if look:
+        plan.check_fits(tensors.seq_lens.cpu().numpy(), tensors.cu_seqlens_q.cpu().numpy())
 
 
 def tree_attention(
@@ -200,17 +200,14 @@ def store_kv(
 
     Raises ValueError naming the argument. Cost: O(num_tokens * num_kv_heads * head_dim).
     """
-    device = checks.device_of("k_cache", k_cache)
-    checks.check_caches(k_cache, v_cache, (*checks.FLOAT_DTYPES, checks.FP8), device)
-    checks.check_written("k_cache", k_cache)
-    checks.check_written("v_cache", v_cache)
+    device = checks.check_written_caches(k_cache, v_cache)
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
-    checks.check_tensor("k", k, (None, num_kv_heads, head_dim), checks.FLOAT_DTYPES, device)
+    checks.check_tensor("k", k, (None, num_kv_heads, head_dim), FLOAT_DTYPES, device)
     checks.check_tensor("v", v, (k.shape[0], num_kv_heads, v_cache.shape[3]), (k.dtype,), device)
     checks.check_tensor("slot_mapping", slot_mapping, (k.shape[0],), checks.INT_DTYPES, device)
     if (device.type == "cpu" if validate is None else validate) and slot_mapping.numel():
         top, slots = int(slot_mapping.max()), num_blocks * block_size
-        checks.expect(top < slots, "slot_mapping", f"slots below num_blocks * block_size = {slots}", top)
+        expect(top < slots, "slot_mapping", f"slots below num_blocks * block_size = {slots}", top)
     select_implementation(implementation, device).store_kv(
         k,
         v,
@@ -243,10 +240,7 @@ def copy_blocks(
 
     Raises ValueError naming the argument. Cost: O(sum of num_tokens * num_kv_heads * head_dim).
     """
-    device = checks.device_of("k_cache", k_cache)
-    checks.check_caches(k_cache, v_cache, (*checks.FLOAT_DTYPES, checks.FP8), device)
-    checks.check_written("k_cache", k_cache)
-    checks.check_written("v_cache", v_cache)
+    device = checks.check_written_caches(k_cache, v_cache)
     num_blocks, block_size = k_cache.shape[:2]
     checks.check_tensor("src_blocks", src_blocks, (None,), checks.INT_DTYPES, device)
     checks.check_tensor("dst_blocks", dst_blocks, tuple(src_blocks.shape), checks.INT_DTYPES, device)
@@ -282,15 +276,11 @@ def merge_states(
     """
     outs, lses = checks.stacked("outs", outs), checks.stacked("lses", lses)
     device = outs.device
-    checks.check_tensor("outs", outs, (None, None, None, None), checks.FLOAT_DTYPES, device)
+    checks.check_tensor("outs", outs, (None, None, None, None), FLOAT_DTYPES, device)
     num_states, num_tokens, num_heads, v_head_dim = outs.shape
-    checks.expect(num_states >= 1, "outs", "at least one state (dim 0)", num_states)
+    expect(num_states >= 1, "outs", "at least one state (dim 0)", num_states)
     checks.check_tensor("lses", lses, (num_states, num_tokens, num_heads), (torch.float32,), device)
-    if out is None:
-        out = torch.empty(num_tokens, num_heads, v_head_dim, dtype=outs.dtype, device=device)
-    else:
-        checks.check_tensor("out", out, (num_tokens, num_heads, v_head_dim), (outs.dtype,), device)
-        checks.check_written("out", out)
+    out = checks.output("out", out, (num_tokens, num_heads, v_head_dim), outs.dtype, device)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)
     lses = lses.masked_fill(lses == torch.inf, -torch.inf)
     select_implementation(implementation, device).merge_states(outs, lses, out, lse)

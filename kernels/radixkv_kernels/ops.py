@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from . import api
-from .plan.tensors import PlanTensors
-from .plan.tree_plan import PlanConfig
+from .contract import PlanConfig, PlanTensors
 
 _library = torch.library.Library("radixkv", "DEF")
 _library.define(

@@ -8,11 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contract import AttentionSpec, AttentionTensors
-from .plan.tensors import PlanTensors
-from .plan.tree_plan import TreePlan
-
-FP8 = torch.float8_e4m3fn
+from .contract import FP8, AttentionSpec, AttentionTensors, Plan
 
 
 def unsupported(spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
@@ -21,7 +17,7 @@ def unsupported(spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
 
 
 def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None) -> None:
-    """Plain softmax attention, see `interface.py`. O(num_tokens * seq_len * num_q_heads * head_dim)."""
+    """Plain softmax attention, see `contract.py`. O(num_tokens * seq_len * num_q_heads * head_dim)."""
     cu = tensors.cu_seqlens_q.tolist()
     for s, seq_len in enumerate(tensors.seq_lens.tolist()):
         q_len = cu[s + 1] - cu[s]
@@ -36,12 +32,12 @@ def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor,
 def tree_attention(
     spec: AttentionSpec,
     tensors: AttentionTensors,
-    plan: TreePlan | PlanTensors,
+    plan: Plan,
     workspace: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """A plan says who reads what, which the oracle has no use for."""
+    """As without a plan: the oracle reads everything row by row."""
     paged_attention(spec, tensors, out, lse)
 
 

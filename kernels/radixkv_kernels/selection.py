@@ -10,9 +10,7 @@ from typing import TypedDict, cast
 
 import torch
 
-from . import validate as checks
-from .contract import Implementation
-from .errors import UnsupportedImplementation
+from .contract import FLOAT_DTYPES, Implementation, UnsupportedImplementation, expect
 
 logger = logging.getLogger("radixkv_kernels")
 
@@ -77,7 +75,7 @@ def plan_tile(
     Raises ValueError naming the argument, UnsupportedImplementation where such calls can't run. O(1).
     """
     device = torch.device(device)
-    checks.expect(dtype in checks.FLOAT_DTYPES, "dtype", f"one of {checks.FLOAT_DTYPES}", dtype)
+    expect(dtype in FLOAT_DTYPES, "dtype", f"one of {FLOAT_DTYPES}", dtype)
     chosen = select_implementation(implementation, device)
     tile = chosen.plan_tile(dtype, kv_dtype or dtype, head_dim, v_head_dim or head_dim, softcap, device)
     return PlanTile(cell_size=tile[0], tile_rows=tile[1])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from radixkv_kernels import TreePlan, TreePlanner
-from radixkv_kernels.plan import memo, order, planner, tree_plan
+from radixkv_kernels.plan import cuts, order, planner, tree_plan
 
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
@@ -76,7 +76,10 @@ class Checked(TreePlans):
             for name in ("items", "row_base", "row_slots", "slot_cells"):
                 if not np.array_equal(getattr(got.work, name), getattr(want.work, name)):
                     self.mistakes.append(name)
-            if not (np.array_equal(got.row_token, want.row_token) and np.array_equal(got.row_seq, want.row_seq)):
+            if not (
+                np.array_equal(got.work.row_token, want.work.row_token)
+                and np.array_equal(got.work.row_seq, want.work.row_seq)
+            ):
                 self.mistakes.append("rows")
         return plans
 
@@ -369,7 +372,7 @@ def test_a_number_changed_in_a_table_is_noticed_or_refused(model):
         owned[3] = 99
 
 
-PLANNING = (tree_plans, planner, order, memo, tree_plan)
+PLANNING = (tree_plans, planner, order, cuts, tree_plan)
 
 
 def script():

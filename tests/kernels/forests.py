@@ -150,7 +150,7 @@ def check_sound(forest: Forest, plan: TreePlan) -> None:
     config, work = plan.config, plan.work
     group, size, run_cells = config.group_size, config.cell_size, config.run_cells
     cu, bs = forest.cu, forest.block_size
-    row_seq, row_token = plan.row_seq, plan.row_token
+    row_seq, row_token = work.row_seq, work.row_token
     assert sorted(row_token.tolist()) == list(range(int(cu[-1])))
     assert (np.searchsorted(cu, row_token, side="right") - 1 == row_seq).all() or (forest.q_lens == 0).any()
     assert ((row_token >= cu[row_seq]) & (row_token < cu[row_seq + 1])).all()
@@ -161,8 +161,7 @@ def check_sound(forest: Forest, plan: TreePlan) -> None:
     lo = np.zeros_like(hi) if forest.window is None else np.clip(position - forest.window + 1, 0, hi)
     num_cells = -(-int(forest.seq_lens.max(initial=0)) // size)
     covered = np.zeros((len(row_token) * group, num_cells), dtype=np.int64)
-    slot_rows = np.full(work.num_slots, -1)
-    slot_first = np.full(work.num_slots, -1)
+    slot_rows, slot_first = (np.full(len(work.row_slots) * group, -1) for _ in range(2))
     for row0, rows, first, last, slot in work.items.tolist():
         assert 0 < rows <= config.tile_rows and 0 <= first < last <= num_cells
         covered[row0 : row0 + rows, first:last] += 1

@@ -6,7 +6,6 @@ import pytest
 import radixkv_kernels.ops  # noqa: F401
 import torch
 from radixkv_kernels import PlanBuffers, TreePlan, plan_tile
-from radixkv_kernels.plan.tensors import FIELDS
 
 from tests.kernels.problems import Shape, make
 
@@ -39,7 +38,7 @@ def shared_prefix():
     plan = TreePlan.from_block_table(*positional[3:], **options, **tile)
     assert plan.shares
     tensors = PlanBuffers(8, 8, 16, "cpu").load(plan)
-    lists = [getattr(tensors, name) for name in FIELDS]
+    lists = tensors.tensors
     workspace = torch.zeros(tensors.workspace_size(64))
     return positional, lists, workspace, tile, keywords
 

@@ -78,7 +78,7 @@ def test_empty_batches():
     )
     assert nothing.num_items == 0 and not nothing.shares and nothing.stats.num_logical_kv_tokens == 0
     idle = plan(seq_lens=np.array([0, 0]))
-    assert idle.num_items == 0 and idle.row_token.tolist() == [0, 1]
+    assert idle.num_items == 0 and idle.work.row_token.tolist() == [0, 1]
 
 
 def test_torch_tensors_and_arrays_give_the_same_plan():
@@ -153,7 +153,7 @@ def test_buffers_keep_their_addresses_and_refuse_what_does_not_fit():
         tensors = buffers.load(got)
         assert tensors.items.data_ptr() == before and tensors.num_items.item() == got.num_items
         assert np.array_equal(tensors.items[: got.num_items].numpy(), got.work.items)
-        assert tensors.row_token[:2].tolist() == got.row_token.tolist()
+        assert tensors.row_token[:2].tolist() == got.work.row_token.tolist()
         assert tensors.row_base[:3].tolist() == got.work.row_base.tolist()
         assert (tensors.row_base[3:] == len(got.work.row_slots)).all()
         assert tensors.row_slots[: len(got.work.row_slots)].tolist() == got.work.row_slots.tolist()
@@ -173,9 +173,8 @@ def test_plans_pickle():
         made.to("cpu")
         for got in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
             assert got.config == made.config and got.stats == made.stats and got.cells == made.cells
-            for name in ("items", "row_base", "row_slots", "slot_cells", "groups", "shared"):
+            for name in ("items", "row_token", "row_seq", "row_base", "row_slots", "slot_cells", "groups", "shared"):
                 assert np.array_equal(getattr(got.work, name), getattr(made.work, name)), name
-            assert np.array_equal(got.row_token, made.row_token) and np.array_equal(got.sharers, made.sharers)
             assert got.serves(made.seq_lens, made.cu_seqlens_q) and not got.serves(
                 made.seq_lens + 256, made.cu_seqlens_q
             )

@@ -614,7 +614,7 @@ FAULTS = [
         "PlanBuffers.load",
         "self._loaded = None",
         "",
-        ("tests/kernels/test_plan.py", "-k", "interrupted"),
+        ("tests/kernels/test_tree_plan.py", "-k", "interrupted"),
     ),
     Fault(
         "plans: a table changed in place is the same table",

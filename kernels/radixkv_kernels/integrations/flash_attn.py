@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..api import paged_attention, store_kv
-from ..errors import UnsupportedImplementation
+from ..contract import UnsupportedImplementation
 
 
 def flash_attn_varlen_func(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..api import paged_attention
-from ..errors import UnsupportedImplementation
+from ..contract import UnsupportedImplementation
 
 
 class _PagedWrapper:

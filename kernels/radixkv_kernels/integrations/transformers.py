@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..api import paged_attention
-from ..errors import UnsupportedImplementation
+from ..contract import UnsupportedImplementation
 
 NAME = "radixkv"
 _HIDDEN = torch.finfo(torch.float16).min

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cuts import Cuts, lengths_of
-from .memo import Memo
+from ..contract import WorkList
+from .cuts import Cuts, Memo, lengths_of
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The query rows that a plan orders."""
 
+    token: np.ndarray
+    """[num_rows] int32: row of q of each row of the plan; seq: its sequence."""
+    seq: np.ndarray
     weight: np.ndarray
     """[num_seqs] int64: rows of each sequence, at least 1, in the plan's order."""
     lo: np.ndarray | None
@@ -32,22 +35,17 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkList:
-    """What kernels read, all int32. Partial results lie in a workspace of `num_slots` flat rows."""
+class _Layout:
+    """A `WorkList` of sequences of one row each, but for which rows they are; its first items as if of one cell."""
 
     items: np.ndarray
-    """[num_items, 5]: first flat row, flat rows, first cell, one past the last cell, first slot."""
     row_base: np.ndarray
-    """[num_rows + 1]: row r's partials are [row_base[r], row_base[r + 1]) of the next two, in order of cells."""
     row_slots: np.ndarray
-    """[num_partials]: slot of the row's first head."""
     slot_cells: np.ndarray
-    """[num_partials]: first cell of the partial; the first of a run starts a new run in the fold."""
-    num_slots: int
     groups: np.ndarray
-    """[num_items]: ascending numbers; items of one number are tiles of one group of rows over the same cells."""
     shared: np.ndarray
-    """[num_seqs] bool: some item has rows of this sequence and of another; in the plan's order of sequences."""
+    begin: np.ndarray
+    """As in `Partials`, of the tiles of first items."""
 
 
 def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int, memo: Memo) -> WorkList:
@@ -70,10 +68,12 @@ def build_items(cuts: Cuts, rows: Rows, cell_size: int, lead_runs: int, memo: Me
     if rows.lo is not None or rows.hi is not None:
         return _tile_tokens(rows, Partials.of(cuts, begins), end, cell_size)
     begin_with = begins, cuts.first, cuts.joined, cuts.later
-    work, begin = memo.keep("work", begin_with, lambda: _lay_out(Partials.of(cuts, begins), rows))
-    items = work.items.copy()
-    items[: len(begin), 3] = end.ravel().take(begin)
-    return WorkList(items, work.row_base, work.row_slots, work.slot_cells, work.num_slots, work.groups, work.shared)
+    kept = memo.keep("work", begin_with, lambda: _lay_out(Partials.of(cuts, begins), rows))
+    items = kept.items.copy()
+    items[: len(kept.begin), 3] = end.ravel().take(kept.begin)
+    return WorkList(
+        items, rows.token, rows.seq, kept.row_base, kept.row_slots, kept.slot_cells, kept.groups, kept.shared
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Partials:
     begin: np.ndarray
     """[num_first_items] int64: run * num_seqs + sequence of the first of each; they come before other items."""
     shared: np.ndarray
-    """As in `WorkList`."""
+    """[num_seqs] bool: some item has rows of this sequence and of another; in the plan's order of sequences."""
 
     @staticmethod
     def of(cuts: Cuts, begins: np.ndarray) -> Partials:
@@ -110,8 +110,7 @@ class Partials:
         return Partials(seqs, cells, starts, count, begin.compress(heads[: len(begin)]), shared)
 
 
-def _lay_out(partials: Partials, rows: Rows) -> tuple[WorkList, np.ndarray]:
-    """The work list of sequences of one row each, first items as if of one cell, and their `Partials.begin`."""
+def _lay_out(partials: Partials, rows: Rows) -> _Layout:
     group, num_seqs = rows.group_size, len(rows.weight)
     seqs, cells, starts, begin = partials.seqs, partials.cells, partials.starts, partials.begin
     first_cell = cells.take(starts)
@@ -125,7 +124,7 @@ def _lay_out(partials: Partials, rows: Rows) -> tuple[WorkList, np.ndarray]:
     np.bincount(seqs, minlength=num_seqs).cumsum(out=base[1:])
     slots = (order * group).astype(np.int32)
     slot_cells = cells.take(order).astype(np.int32)
-    return WorkList(_table(columns), base, slots, slot_cells, len(seqs) * group, groups, partials.shared), begin
+    return _Layout(_table(columns), base, slots, slot_cells, groups, partials.shared, begin)
 
 
 def _folded_runs(joined: np.ndarray, cut: np.ndarray, last: np.ndarray, reads: np.ndarray) -> np.ndarray:
@@ -203,10 +202,11 @@ def _tile_tokens(rows: Rows, partials: Partials, end: np.ndarray, cell_size: int
         groups = groups[tile_of]
     return WorkList(
         _table(columns),
+        rows.token,
+        rows.seq,
         base,
         (order * group).astype(np.int32),
         first_cell[of[order]].astype(np.int32),
-        len(of) * group,
         groups,
-        partials.shared,
+        partials.shared.repeat(rows.weight),
     )

@@ -14,11 +14,11 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from ..validate import expect
+from ..contract import PlanConfig, expect
 from .cells import Extents, both_hold, cell_columns
-from .memo import Memo
+from .cuts import Memo
 from .order import KeptOrder, sort_sequences
-from .tree_plan import PlanConfig, TreePlan, assemble, check_lengths, host_array
+from .tree_plan import TreePlan, assemble, check_lengths, host_array
 
 MAX_ID = 2**31 - 1
 
@@ -173,7 +173,7 @@ class TreePlanner:
         np.equal(numbers[1:], numbers[:-1], out=same[1:])
         same[1:] &= both_hold(whole.take(order), full.take(order), num_cells)
         work = assemble(self.config, active[order], same, extents, cu, self._memo)
-        plan = TreePlan(self.config, *work, extents, cu, lens, partial(self._table_of, rows, self._contents[rows]))
+        plan = TreePlan(self.config, work, extents, cu, lens, partial(self._table_of, rows, self._contents[rows]))
         self._last = plan, names, rows
         return plan
 

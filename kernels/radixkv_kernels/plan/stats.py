@@ -1,14 +1,12 @@
-"""What a plan reads and writes, counted in tokens: for judging plans, never on the way to a result. See `plan.py`."""
+"""What a plan reads and writes, counted in tokens: for judging plans, never on the way to a result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .tree_plan import TreePlan
+from ..contract import PlanConfig, WorkList
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +26,29 @@ class PlanStats:
     """Tokens that sequences see, each sequence by itself: what attention without a plan reads."""
 
 
-def measure(plan: TreePlan, table: np.ndarray) -> PlanStats:
-    """Counts; table [num_seqs, max_blocks] as the plan was made from."""
-    size = plan.config.cell_size
-    work, group = plan.work, plan.config.group_size
-    q_lens = plan.cu_seqlens_q[1:] - plan.cu_seqlens_q[:-1]
-    busy = (q_lens > 0) & (plan.seq_lens > 0)
-    lo = np.zeros_like(plan.seq_lens)
-    if plan.config.window is not None:
-        lo = np.clip(plan.seq_lens - q_lens - plan.config.window + 1, 0, plan.seq_lens)
-    logical = int((plan.seq_lens - lo)[busy].sum())
+def measure(
+    config: PlanConfig, work: WorkList, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray, table: np.ndarray
+) -> PlanStats:
+    """Counts; table [num_seqs, max_blocks] as the plan was made from. O(num_seqs * max_blocks log)."""
+    size, group = config.cell_size, config.group_size
+    q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    busy = (q_lens > 0) & (seq_lens > 0)
+    lo = np.zeros_like(seq_lens)
+    if config.window is not None:
+        lo = np.clip(seq_lens - q_lens - config.window + 1, 0, seq_lens)
+    logical = int((seq_lens - lo)[busy].sum())
     read = loaded = 0
-    if plan.num_items:
+    if len(work.items):
         row0, rows, first, last = work.items[:, :4].astype(np.int64).T
         span = np.stack((row0 // group, (row0 + rows - 1) // group + 1), 1).ravel()
-        seq_lo, seq_hi = lo[plan.row_seq], plan.seq_lens[plan.row_seq]
+        seq_lo, seq_hi = lo[work.row_seq], seq_lens[work.row_seq]
         a = np.maximum(first * size, np.minimum.reduceat(np.append(seq_lo, 0), span)[::2])
         b = np.minimum(last * size, np.maximum.reduceat(np.append(seq_hi, 0), span)[::2])
         loaded = int((b - a).sum())
         new = np.flatnonzero(np.diff(work.groups, prepend=-1))
         read = int((np.maximum.reduceat(b, new) - np.minimum.reduceat(a, new)).sum())
-    unique = _unique(table, lo, plan.seq_lens, busy, plan.config.block_size)
-    return PlanStats(plan.num_items, len(work.row_slots), read, loaded, unique, logical)
+    unique = _unique(table, lo, seq_lens, busy, config.block_size)
+    return PlanStats(len(work.items), len(work.row_slots), read, loaded, unique, logical)
 
 
 def _unique(table: np.ndarray, lo: np.ndarray, hi: np.ndarray, busy: np.ndarray, block_size: int) -> int:

@@ -4,7 +4,7 @@ Made once a step (all layers use it), from block tables alone (`TreePlan.from_bl
 (`planner.TreePlanner`), and passed to `api.paged_attention(..., plan=...)`. A plan decides who computes a cell of KV
 and who reads it; results have the same bits with any plan, and without one. Ideas are from tree attention in DeFT
 (2404.00242), FastTree (MLSys 2025) and PAT (2511.22333); the cell rule that makes the cuts invisible is in
-`interface.py`.
+`contract.py`.
 """
 
 from __future__ import annotations
@@ -17,64 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..validate import device_of, expect
+from ..contract import PlanConfig, PlanTensors, WorkList, expect
 from .cells import Extents, last_block_keys, same_as_before
-from .cuts import choose_cuts
-from .items import Rows, WorkList, build_items
-from .memo import Memo
+from .cuts import Memo, choose_cuts
+from .items import Rows, build_items
 from .order import sort_sequences
 from .stats import PlanStats, measure
-from .tensors import PlanBuffers, PlanTensors
+from .tensors import PlanBuffers
 
-RUN_TOKENS = 2048
-"""KV tokens of a run, in every implementation."""
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
-
-
-@dataclass(frozen=True, slots=True)
-class PlanConfig:
-    """What stays the same from step to step. Raises ValueError naming the field."""
-
-    block_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    cell_size: int = 256
-    """KV tokens of a cell: 256 for the torch implementation, 128 for Triton's."""
-    causal: bool = True
-    window: int | None = None
-    tile_rows: int = 1024
-    """Most flat rows (query token, head of the group) of an item: a kernel's tile."""
-    lead_runs: int = 4
-    """Most runs that one item folds: bounds an item's time."""
-    min_items: int = 0
-    """Cut finer, into single runs and then single cells, while there are fewer items: for a device to fill."""
-    kv_itemsize: int = 2
-    """Bytes of a cached number; weighs reading KV against writing partial results."""
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "num_q_heads", "num_kv_heads", "cell_size", "tile_rows", "lead_runs", "kv_itemsize"):
-            value = getattr(self, name)
-            expect(type(value) is int and value >= 1, name, "an int >= 1", value)
-        expect(self.num_q_heads % self.num_kv_heads == 0, "num_q_heads", "a multiple of num_kv_heads", self.num_q_heads)
-        expect(RUN_TOKENS % self.cell_size == 0, "cell_size", f"a divisor of {RUN_TOKENS}", self.cell_size)
-        ok = self.window is None or (type(self.window) is int and self.window >= 1)
-        expect(ok, "window", "None or an int >= 1", self.window)
-        expect(isinstance(self.min_items, int) and self.min_items >= 0, "min_items", "an int >= 0", self.min_items)
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per KV head."""
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def run_cells(self) -> int:
-        """Cells of a run."""
-        return RUN_TOKENS // self.cell_size
-
-    @property
-    def partial_cost(self) -> float:
-        """Bytes to write and read one query token's partial over bytes of a cell's KV, per unit of head_dim."""
-        return 4 * self.group_size / (self.kv_itemsize * self.cell_size)
 
 
 @dataclass(frozen=True)
@@ -94,12 +45,6 @@ class TreePlan:
 
     config: PlanConfig
     work: WorkList
-    order: np.ndarray
-    """[sequences with rows] int64: the plan's order of sequences."""
-    row_token: np.ndarray
-    """[num_rows] int32: row of q of each row of the plan (the permutation)."""
-    row_seq: np.ndarray
-    """[num_rows] int32: its sequence."""
     extents: Extents
     cu_seqlens_q: np.ndarray
     """[num_seqs + 1] int64, as given; seq_lens likewise, [num_seqs]."""
@@ -164,7 +109,7 @@ class TreePlan:
         order = sort_sequences(keys, whole, full)
         same = same_as_before(some, order, keys, whole[order], full[order], cell_size, block_size)
         work = assemble(config, active[order], same, extents, cu, Memo())
-        return TreePlan(config, *work, extents, cu, lens, partial(_as_it_is, table))
+        return TreePlan(config, work, extents, cu, lens, partial(_as_it_is, table))
 
     @property
     def num_seqs(self) -> int:
@@ -186,17 +131,14 @@ class TreePlan:
             return 0, 0
         row0, rows, first, last = self.work.items[:, :4].astype(np.int64).T
         group = self.config.group_size
-        seqs = np.append(0, np.cumsum(np.diff(self.row_seq) != 0))
+        seqs = np.append(0, np.cumsum(np.diff(self.work.row_seq) != 0))
         num_seqs = seqs[(row0 + rows - 1) // group] - seqs[row0 // group] + 1
         cells = last - first
         return int(cells.sum()), int((cells * num_seqs).sum())
 
-    @cached_property
-    def sharers(self) -> np.ndarray:
-        """[num_seqs] bool: some item has rows of this sequence and of another."""
-        result = np.zeros(self.num_seqs, dtype=bool)
-        result[self.order] = self.work.shared
-        return result
+    def host(self) -> WorkList:
+        """Its work list."""
+        return self.work
 
     def __getstate__(self) -> dict[str, object]:
         """For pickle and copy: with the block tables, where they are still written down, and without tensors."""
@@ -206,7 +148,7 @@ class TreePlan:
         """The plan on a device; one copy, at the first call for that device."""
         device = torch.device(device)
         if device not in self._on:
-            sizes = self.num_items, len(self.row_token), len(self.work.row_slots)
+            sizes = len(self.work.items), len(self.work.row_token), len(self.work.row_slots)
             self._on[device] = PlanBuffers(*sizes, device).load(self)
         return self._on[device]
 
@@ -216,7 +158,7 @@ class TreePlan:
         table = self._table()
         if table is None:
             raise RuntimeError("stats: expected to be read before the planner gives the plan's sequences other blocks")
-        return measure(self, table)
+        return measure(self.config, self.work, self.seq_lens, self.cu_seqlens_q, table)
 
     def serves(self, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray) -> bool:
         """Whether it is the plan of a batch of these lengths [num_seqs], [num_seqs + 1] too, of the same block tables.
@@ -247,8 +189,8 @@ def _as_it_is(table: np.ndarray | None) -> np.ndarray | None:
 
 def assemble(
     config: PlanConfig, order: np.ndarray, same: np.ndarray, extents: Extents, cu_seqlens_q: np.ndarray, memo: Memo
-) -> tuple[WorkList, np.ndarray, np.ndarray, np.ndarray]:
-    """A plan's work, order, row_token and row_seq, for the two ways to plan.
+) -> WorkList:
+    """A plan's work, for the two ways to plan.
 
     order: of the sequences with rows. same: [len(order), cells] bool, the cell is that of the sequence before it.
     Not given lengths, because a plan outlives them (see `TreePlan`).
@@ -259,29 +201,26 @@ def assemble(
     by_cell = np.zeros((num_runs * run_cells, num_seqs), dtype=bool)
     by_cell[: same.shape[1]] = same.T
     q_lens = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).take(order)
-    rows, row_token, row_seq = _rows(config, order, q_lens, cu_seqlens_q, extents)
+    rows = _rows(config, order, q_lens, cu_seqlens_q, extents)
     if num_seqs == 0:
-        empty = np.zeros(0, dtype=np.int32)
-        nothing = np.zeros((0, 5), dtype=np.int32), np.zeros(1, dtype=np.int32), empty, empty
-        work = WorkList(*nothing, 0, empty, np.zeros(0, dtype=bool))
-        return work, order, row_token, row_seq
+        empty, none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)
+        base, groups = np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int64)
+        return WorkList(np.zeros((0, 5), dtype=np.int32), empty, empty, base, empty, empty, groups, none)
     cuts = choose_cuts(by_cell, first, last, q_lens, run_cells, config.partial_cost, memo)
     work = build_items(cuts, rows, config.cell_size, config.lead_runs, memo)
     if len(work.items) < config.min_items and config.lead_runs > 1:
         work = build_items(cuts, rows, config.cell_size, 1, memo)
     if len(work.items) < config.min_items:
         work = build_items(cuts.by_cell(), rows, config.cell_size, 1, memo)
-    return work, order, row_token, row_seq
+    return work
 
 
-def _rows(
-    config: PlanConfig, order: np.ndarray, q_lens: np.ndarray, cu: np.ndarray, extents: Extents
-) -> tuple[Rows, np.ndarray, np.ndarray]:
-    """The rows in the plan's order, with row_token and row_seq."""
+def _rows(config: PlanConfig, order: np.ndarray, q_lens: np.ndarray, cu: np.ndarray, extents: Extents) -> Rows:
+    """The rows in the plan's order."""
     start = cu.take(order)
     if q_lens.max(initial=1) == 1:  # none has less than one
-        rows = Rows(q_lens, None, None, config.group_size, config.tile_rows)
-        return rows, start.astype(np.int32), order.astype(np.int32)
+        tokens, seqs = start.astype(np.int32), order.astype(np.int32)
+        return Rows(tokens, seqs, q_lens, None, None, config.group_size, config.tile_rows)
     of = np.repeat(np.arange(len(order)), q_lens)
     token = np.arange(len(of)) - np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
     seq = order[of]
@@ -291,15 +230,16 @@ def _rows(
         lo = np.maximum(extents.low[seq] - before_end - config.window, 0)
     if config.causal:
         hi = np.maximum(hi - before_end, 0)
-    rows = Rows(q_lens, lo, hi, config.group_size, config.tile_rows)
-    return rows, (start[of] + token).astype(np.int32), seq.astype(np.int32)
+    tokens, seqs = (start[of] + token).astype(np.int32), seq.astype(np.int32)
+    return Rows(tokens, seqs, q_lens, lo, hi, config.group_size, config.tile_rows)
 
 
 def host_array(name: str, values: Tensor | np.ndarray, ndim: int) -> np.ndarray:
     """An int array on the host; ValueError naming it otherwise."""
     if isinstance(values, Tensor):
-        dense = device_of(name, values).type != "meta"
-        expect(dense and not values.requires_grad, name, "a tensor of numbers that nobody differentiates", values)
+        expect(values.layout == torch.strided, name, "a dense tensor", values.layout)
+        real = values.device.type != "meta" and not values.requires_grad
+        expect(real, name, "a tensor of numbers, without a gradient", values)
     array = values.cpu().numpy() if isinstance(values, Tensor) else values
     if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype not in INDEX_DTYPES:
         expect(isinstance(array, np.ndarray) and array.ndim == ndim, name, f"a tensor of {ndim} dimensions", values)

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..contract import AttentionSpec, AttentionTensors
-from ..plan.tensors import PlanTensors
-from ..plan.tree_plan import TreePlan
+from ..contract import AttentionSpec, AttentionTensors, Plan
 from .cells import CELL_SIZE
 from .narrow import attend_narrow
 from .rows import Job, split
@@ -25,7 +23,7 @@ def unsupported(spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
 
 
 def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None) -> None:
-    """See `interface.py`. Scratch: the calling thread's workspace."""
+    """See `contract.py`. Scratch: the calling thread's workspace."""
     with _exact(tensors.q.device):
         _attend(Job.of(spec, tensors, out, lse, thread_workspace()), None)
 
@@ -33,19 +31,19 @@ def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor,
 def plan_tile(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int, softcap: bool, device: torch.device
 ) -> tuple[int, int]:
-    """See `interface.py`. The same for all."""
+    """See `contract.py`. The same for all."""
     return CELL_SIZE, TILE_ROWS
 
 
 def tree_attention(
     spec: AttentionSpec,
     tensors: AttentionTensors,
-    plan: TreePlan | PlanTensors,
+    plan: Plan,
     workspace: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """See `interface.py`. Sequences that share nothing take the plain path. Scratch: the thread's, not `workspace`."""
+    """See `contract.py`. Sequences that share nothing take the plain path. Scratch: the thread's, not `workspace`."""
     config = plan.config
     if config.cell_size != CELL_SIZE:
         raise ValueError(f"plan: expected cell_size {CELL_SIZE} for implementation 'torch', got {config.cell_size}")
@@ -55,10 +53,12 @@ def tree_attention(
         )
     with _exact(tensors.q.device):
         job = Job.of(spec, tensors, out, lse, thread_workspace())
-        on_host = plan.host(tensors.num_seqs) if isinstance(plan, PlanTensors) else plan
-        if on_host.sharers.any():
-            attend_shared(job, on_host)
-            _attend(job, on_host.sharers)
+        work = plan.host()
+        if work.shared.any():
+            attend_shared(job, work)
+            sharers = np.zeros(tensors.num_seqs, dtype=bool)
+            sharers[work.row_seq[work.shared]] = True
+            _attend(job, sharers)
         else:
             _attend(job, None)
 

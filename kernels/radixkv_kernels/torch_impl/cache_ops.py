@@ -15,7 +15,7 @@ def store_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """See `interface.py`. O(num_tokens)."""
+    """See `contract.py`. O(num_tokens)."""
     keep = slot_mapping >= 0
     all_kept = bool(keep.all()) if slot_mapping.device.type == "cpu" else False
     slots = slot_mapping if all_kept else slot_mapping[keep]
@@ -38,7 +38,7 @@ def _put(cache: Tensor, blocks: Tensor, offsets: Tensor, values: Tensor) -> None
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
-    """See `interface.py`. O(sum of num_tokens)."""
+    """See `contract.py`. O(sum of num_tokens)."""
     counts = num_tokens.tolist()
     pairs = list(zip(src.tolist(), dst.tolist(), counts, strict=True))
     for cache in (k_cache, v_cache):

@@ -79,7 +79,7 @@ class State:
 
 
 def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None) -> None:
-    """See `interface.py`. O(size of outs), one float32 copy of a state at a time."""
+    """See `contract.py`. O(size of outs), one float32 copy of a state at a time."""
     empty = lses == -torch.inf
     first = outs[0].float().masked_fill(empty[0][..., None], 0.0).masked_fill(lses[0].isnan()[..., None], torch.nan)
     state = State.first(lses[0].contiguous(), first)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.tensors import HostPlan
-from ..plan.tree_plan import TreePlan
+from ..contract import WorkList
 from .cells import CELL_SIZE, RUN_CELLS
 from .narrow import NarrowGroup, fold_group, narrow_step
 from .rows import NARROW_ROWS, Job
@@ -26,7 +25,7 @@ from .wide import WideTile, fold_tiles
 class _TreeRows:
     """The plan's rows with this call's lengths, one entry a flat row (query token, head of the group)."""
 
-    plan: TreePlan | HostPlan
+    work: WorkList
     q: Tensor
     """[flat rows, num_kv_heads, head_dim] compute_dtype."""
     lo: np.ndarray
@@ -52,14 +51,13 @@ class _TreeRows:
             slot[where] = part.flatten(0, 1) if keep is None else part[keep]
 
 
-def attend_shared(job: Job, plan: TreePlan | HostPlan) -> None:
-    """All rows of the plan's sharers; writes out and lse. O(KV of their items)."""
-    shared = plan.sharers
-    rows = _rows(job, plan)
+def attend_shared(job: Job, work: WorkList) -> None:
+    """All rows of sequences that share; writes out and lse. O(KV of their items)."""
+    rows = _rows(job, work)
     group = job.spec.group_size
-    items = plan.work.items.astype(np.int64)
-    mine = np.flatnonzero(shared[plan.row_seq[items[:, 0] // group]])
-    items, groups = items[mine], plan.work.groups[mine]
+    items = work.items.astype(np.int64)
+    mine = np.flatnonzero(work.shared[items[:, 0] // group])
+    items, groups = items[mine], work.groups[mine]
     few = items[:, 1] <= NARROW_ROWS
     for padded, of in _classes(job, items[few]):
         step = narrow_step(job, padded)
@@ -68,23 +66,23 @@ def attend_shared(job: Job, plan: TreePlan | HostPlan) -> None:
     items, groups = items[~few], groups[~few]
     for of in np.split(items, np.flatnonzero(np.diff(groups)) + 1) if len(items) else ():
         _wide(job, rows, of)
-    _reduce(job, rows, np.flatnonzero(shared[plan.row_seq]))
+    _reduce(job, rows, np.flatnonzero(work.shared))
 
 
-def _rows(job: Job, plan: TreePlan | HostPlan) -> _TreeRows:
+def _rows(job: Job, work: WorkList) -> _TreeRows:
     spec, device = job.spec, job.tensors.q.device
-    token, seq = plan.row_token.astype(np.int64), plan.row_seq.astype(np.int64)
+    token, seq = work.row_token.astype(np.int64), work.row_seq.astype(np.int64)
     q = job.tensors.q[torch.from_numpy(token).to(device)]
     q = q.view(len(token), spec.num_kv_heads, spec.group_size, spec.head_dim).transpose(1, 2)
     flat = q.reshape(-1, spec.num_kv_heads, spec.head_dim).to(job.math.compute_dtype)
     lo, hi, position = (x.repeat(spec.group_size) for x in job.visible(seq, token - job.q_start[seq]))
-    shape = (plan.work.num_slots, spec.num_kv_heads)
+    shape = (len(work.row_slots) * spec.group_size, spec.num_kv_heads)
 
     def take(name: str, *tail: int) -> Tensor:
         return job.workspace.take(f"tree/{name}", (*shape, *tail), torch.float32, device)
 
     slots = State(take("top"), take("total"), take("acc", spec.v_head_dim))
-    return _TreeRows(plan, flat, lo, hi, position, slots)
+    return _TreeRows(work, flat, lo, hi, position, slots)
 
 
 def _classes(job: Job, items: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -104,7 +102,7 @@ def _narrow(job: Job, rows: _TreeRows, items: np.ndarray, padded: int) -> None:
     """Items of up to `padded` flat rows, all at once."""
     device = rows.q.device
     at, real = rows.item_rows(items, padded)
-    seqs = rows.plan.row_seq[items[:, 0] // job.spec.group_size]
+    seqs = rows.work.row_seq[items[:, 0] // job.spec.group_size]
     group = NarrowGroup(
         rows.q[torch.from_numpy(at).to(device)].transpose(1, 2).contiguous(),
         job.flat_bounds(rows.lo[at] * real, rows.hi[at] * real, rows.position[at]),
@@ -126,14 +124,14 @@ def _wide(job: Job, rows: _TreeRows, items: np.ndarray) -> None:
         lo, hi, full_lo, full_hi = (int(x[0]) for x in _edges(rows, at, item))
         tiles.append(WideTile(q, bounds, lo, hi, full_lo, full_hi))
         reals.append(real)
-    fold_tiles(job, int(rows.plan.row_seq[items[0, 0] // job.spec.group_size]), tiles)
+    fold_tiles(job, int(rows.work.row_seq[items[0, 0] // job.spec.group_size]), tiles)
     for i, (tile, real) in enumerate(zip(tiles, reals, strict=True)):
         rows.put(items[i : i + 1], real, tile.result(job))
 
 
 def _reduce(job: Job, rows: _TreeRows, mine: np.ndarray) -> None:
     """Folds the states of the plan's rows `mine` [n] and writes them."""
-    spec, work, device = job.spec, rows.plan.work, rows.q.device
+    spec, work, device = job.spec, rows.work, rows.q.device
     group = spec.group_size
     shape = (len(mine), group, spec.num_kv_heads)
     slots = State(rows.slots.top, rows.slots.total, rows.slots.acc)
@@ -174,7 +172,7 @@ def _reduce(job: Job, rows: _TreeRows, mine: np.ndarray) -> None:
         total = run
     else:
         total.fold_state(run)
-    _write(job, rows.plan.row_token[mine], total)
+    _write(job, rows.work.row_token[mine], total)
 
 
 def _at(state: State, index: Tensor) -> State:

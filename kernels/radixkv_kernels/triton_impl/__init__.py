@@ -1,6 +1,6 @@
 """The Triton implementation: CUDA and ROCm devices, and CPU tensors under TRITON_INTERPRET=1 (for tests).
 
-The functions that `interface.py` describes. Importing this package imports triton.
+The functions that `contract.py` describes. Importing this package imports triton.
 
     numerics          the merge formula and fp8 codes, shared by all kernels
     attention_kernel  partials of attention: work items, tiles, cells, runs
@@ -20,11 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..contract import AttentionSpec, AttentionTensors
-from ..errors import UnsupportedImplementation
-from ..plan.tensors import PlanTensors
-from ..plan.tree_plan import TreePlan
-from ..validate import expect
+from ..contract import AttentionSpec, AttentionTensors, Plan, UnsupportedImplementation, expect
 from . import attention, cache_kernels, merge_kernel
 from .config import Config, Key, head_block, tables
 from .numerics import CELL_SIZE
@@ -47,26 +43,24 @@ def unsupported(spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
 
 
 def paged_attention(spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None) -> None:
-    """See `interface.py`; two launches, no synchronisation. `unsupported` has been asked first."""
+    """See `contract.py`; two launches, no synchronisation. `unsupported` has been asked first."""
     attention.launch(spec, tensors, out, lse, find_config(spec, tensors))
 
 
 def tree_attention(
     spec: AttentionSpec,
     tensors: AttentionTensors,
-    plan: TreePlan | PlanTensors,
+    plan: Plan,
     workspace: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """See `interface.py`; two launches, no synchronisation, and for a `TreePlan` one copy to each device."""
+    """See `contract.py`; two launches, no synchronisation, and for a `TreePlan` one copy to each device."""
     config, cell = find_config(spec, tensors), CELL_SIZE.value
     made = plan.config
     expect(made.cell_size == cell, "plan", f"cell_size {cell} for implementation 'triton'", made.cell_size)
     expect(made.tile_rows <= config.block_m, "plan", f"tile_rows of at most {config.block_m}", made.tile_rows)
-    if isinstance(plan, PlanTensors):
-        attention.launch_plan(spec, tensors, plan, workspace, out, lse, config)
-    elif plan.shares:
+    if plan.shares:
         attention.launch_plan(spec, tensors, plan.to(tensors.q.device), workspace, out, lse, config)
     else:
         attention.launch(spec, tensors, out, lse, config)
@@ -75,7 +69,7 @@ def tree_attention(
 def plan_tile(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int, softcap: bool, device: torch.device
 ) -> tuple[int, int]:
-    """See `interface.py`. UnsupportedImplementation where there is no table entry."""
+    """See `contract.py`. UnsupportedImplementation where there is no table entry."""
     require_device(device)
     fp8 = kv_dtype == torch.float8_e4m3fn
     config = _lookup(device, Key(head_block(head_dim, v_head_dim), _DTYPE_NAMES[dtype], fp8, softcap))
@@ -91,19 +85,19 @@ def store_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """See `interface.py`. UnsupportedImplementation on a device without triton."""
+    """See `contract.py`. UnsupportedImplementation on a device without triton."""
     require_device(k_cache.device)
     cache_kernels.store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
-    """See `interface.py`. UnsupportedImplementation on a device without triton."""
+    """See `contract.py`. UnsupportedImplementation on a device without triton."""
     require_device(k_cache.device)
     cache_kernels.copy_blocks(k_cache, v_cache, src, dst, num_tokens)
 
 
 def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None) -> None:
-    """See `interface.py`. UnsupportedImplementation on a device without triton."""
+    """See `contract.py`. UnsupportedImplementation on a device without triton."""
     require_device(outs.device)
     merge_kernel.merge_states(outs, lses, out, lse)
 

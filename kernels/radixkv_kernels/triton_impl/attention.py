@@ -26,9 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import AttentionSpec, AttentionTensors
-from ..plan.tensors import PlanTensors
-from ..validate import expect
+from ..contract import AttentionSpec, AttentionTensors, PlanTensors, expect
 from .attention_kernel import attention_kernel
 from .config import Config
 from .numerics import CELL_SIZE, RUN_CELLS
@@ -63,7 +61,7 @@ def launch(
     *,
     num_splits: int | None = None,
 ) -> None:
-    """Writes out and lse; arguments as `interface.py` describes, config from the table.
+    """Writes out and lse; arguments as `contract.py` describes, config from the table.
 
     num_splits: programs a tile; None: chosen to fill the device. Results don't depend on it. Allocates the workspace.
     """
@@ -90,7 +88,7 @@ def launch_plan(
     lse: Tensor | None,
     config: Config,
 ) -> None:
-    """`launch` over a plan's items. workspace: as `interface.py` says; None: allocated."""
+    """`launch` over a plan's items. workspace: as `contract.py` says; None: allocated."""
     max_rows, max_items = plan.row_token.shape[0], plan.items.shape[0]
     if max_rows == 0:
         return

@@ -94,7 +94,7 @@ def store_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """See `interface.py`. One launch, a program a token."""
+    """See `contract.py`. One launch, a program a token."""
     num_tokens, num_heads, head_dim = k.shape
     if num_tokens == 0:
         return
@@ -113,7 +113,7 @@ def store_kv(
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
-    """See `interface.py`. Two launches; the grid is that of whole blocks, programs past a pair's count do nothing."""
+    """See `contract.py`. Two launches; the grid is that of whole blocks, programs past a pair's count do nothing."""
     if src.numel() == 0:
         return
     for cache in (as_bytes(k_cache), as_bytes(v_cache)):

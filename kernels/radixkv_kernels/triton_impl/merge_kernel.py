@@ -52,7 +52,7 @@ def merge_kernel(
 
 
 def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None) -> None:
-    """See `interface.py`. One launch."""
+    """See `contract.py`. One launch."""
     num_states, num_tokens, num_heads, v_head_dim = outs.shape
     if num_tokens == 0 or num_heads == 0:
         return

@@ -1,32 +1,29 @@
-"""Checks of a caller's arguments, each a ValueError with name, expected and got. Called by `api.py` only.
+"""A caller's arguments: checked, and brought to the form that `contract.py` gives to implementations.
 
-`check_*` look at shapes, dtypes and devices and never synchronise; `check_*_contents` read the tensors, so they run on
-CPU tensors, or on any with `validate=True`.
+A mistake is a ValueError with the argument's name, what was expected and what came. `check_*` look at shapes, dtypes
+and devices and never synchronise; `check_*_contents` read the tensors, so they run on CPU tensors, or on any with
+`validate=True`.
+
+A caller may say in two ways where a sequence's KV lies. Rectangular: `block_table` [num_seqs, max_blocks] with
+`seq_lens` [num_seqs]. Ragged (FlashInfer's): `kv_indptr` [num_seqs + 1], `kv_indices` [n], `last_block_len` [num_seqs].
+Both become `BlockLists`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .contract import AttentionSpec, AttentionTensors
-from .errors import UnsupportedImplementation
+from .contract import FLOAT_DTYPES, FP8, AttentionSpec, AttentionTensors, UnsupportedImplementation, expect
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FP8 = torch.float8_e4m3fn
 INT_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 2048
-
-
-def expect(ok: bool, name: str, expected: str, got: object) -> None:
-    """Raises ValueError("name: expected ..., got ...") unless ok."""
-    if not ok:
-        raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def device_of(name: str, tensor: Tensor) -> torch.device:
@@ -37,10 +34,19 @@ def device_of(name: str, tensor: Tensor) -> torch.device:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """What a call writes to: every element has a place of its own, and nobody wants a gradient of it."""
+    """What a call writes to: every element has a place of its own, and no gradient of it is wanted."""
     shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     expect(not shared, name, "strides above 0, as it is written to", tensor.stride())
     expect(not tensor.requires_grad, name, "requires_grad=False, as it is written to", True)
+
+
+def output(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Where a call writes its result: the caller's tensor, checked, or a new one."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    check_tensor(name, out, shape, (dtype,), device)
+    check_written(name, out)
+    return out
 
 
 def stacked(name: str, states: Tensor | Sequence[Tensor]) -> Tensor:
@@ -92,6 +98,26 @@ def check_caches(k_cache: Tensor, v_cache: Tensor, dtypes: tuple[torch.dtype, ..
     expect(num_kv_heads >= 1, "k_cache", "at least one KV head (dim 2)", num_kv_heads)
 
 
+def check_written_caches(k_cache: Tensor, v_cache: Tensor) -> torch.device:
+    """Two caches that a call writes to; returns their device."""
+    device = device_of("k_cache", k_cache)
+    check_caches(k_cache, v_cache, (*FLOAT_DTYPES, FP8), device)
+    check_written("k_cache", k_cache)
+    check_written("v_cache", v_cache)
+    return device
+
+
+def check_query(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> torch.device:
+    """Rows of q and two caches of the same or fp8 dtype, with heads that fit; returns their device."""
+    device = device_of("q", q)
+    check_tensor("q", q, (None, None, None), FLOAT_DTYPES, device)
+    check_caches(k_cache, v_cache, (q.dtype, FP8), device)
+    head_dim = q.shape[2]
+    expect(k_cache.shape[3] == head_dim, "k_cache", f"head_dim (dim 3) {head_dim}, as q has", k_cache.shape[3])
+    check_heads(q.shape[1], k_cache.shape[2], head_dim, v_cache.shape[3])
+    return device
+
+
 def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
     """Group sizes are whole numbers; head sizes within what the implementations are built for."""
     expect(
@@ -137,6 +163,82 @@ def normalise_per_head(name: str, values: Tensor | None, num_q_heads: int, devic
         return None
     check_tensor(name, values, (num_q_heads,), (*FLOAT_DTYPES, torch.float64), device)
     return values.float().contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLists:
+    """The part of AttentionSpec and AttentionTensors that says where KV lies; same names, same meaning."""
+
+    block_ids: Tensor
+    block_indptr: Tensor | None
+    block_stride: int
+    max_blocks: int
+    seq_lens: Tensor
+
+
+def block_lists(
+    block_table: Tensor | None,
+    seq_lens: Tensor | None,
+    kv_indptr: Tensor | None,
+    kv_indices: Tensor | None,
+    last_block_len: Tensor | None,
+    block_size: int,
+    device: torch.device,
+    validate: bool,
+) -> BlockLists:
+    """The one way or the other; ValueError for both, for neither and for half of one."""
+    if block_table is not None:
+        ragged = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "last_block_len": last_block_len}
+        given = [name for name, value in ragged.items() if value is not None]
+        expect(not given, "block_table", "a block table or kv_indptr, not both", given)
+        if seq_lens is None:
+            raise ValueError("seq_lens: expected a tensor beside block_table, got None")
+        return _from_table(block_table, seq_lens, device)
+    if kv_indptr is None or kv_indices is None or last_block_len is None:
+        raise ValueError("block_table: expected it, or kv_indptr, kv_indices and last_block_len together, got None")
+    expect(seq_lens is None, "seq_lens", "None beside kv_indptr (last_block_len says it)", "a tensor")
+    return _from_indices(kv_indptr, kv_indices, last_block_len, block_size, device, validate)
+
+
+def _from_table(block_table: Tensor, seq_lens: Tensor, device: torch.device) -> BlockLists:
+    """The table as a flat view; copies only where its rows are not stride 1 or its dtype is not int32."""
+    check_tensor("block_table", block_table, (None, None), INT_DTYPES, device)
+    num_seqs, max_blocks = block_table.shape
+    check_tensor("seq_lens", seq_lens, (num_seqs,), INT_DTYPES, device)
+    table = as_int32(block_table)
+    if max_blocks > 1 and table.stride(1) != 1:
+        table = table.contiguous()
+    stride = table.stride(0) if num_seqs > 1 else max_blocks
+    length = (num_seqs - 1) * stride + max_blocks if num_seqs and max_blocks else 0
+    flat = table.as_strided((length,), (1,))
+    return BlockLists(flat, None, stride, max_blocks, as_int32(seq_lens).contiguous())
+
+
+def _from_indices(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_block_len: Tensor,
+    block_size: int,
+    device: torch.device,
+    validate: bool,
+) -> BlockLists:
+    """Ragged lists as they are; seq_lens by arithmetic on the device, max_blocks exact where `validate`."""
+    check_tensor("kv_indptr", kv_indptr, (None,), INT_DTYPES, device)
+    expect(kv_indptr.numel() >= 1, "kv_indptr", "at least one entry", 0)
+    check_tensor("kv_indices", kv_indices, (None,), INT_DTYPES, device)
+    check_tensor("last_block_len", last_block_len, (kv_indptr.numel() - 1,), INT_DTYPES, device)
+    indptr = as_int32(kv_indptr).contiguous()
+    counts = indptr[1:] - indptr[:-1]
+    max_blocks = kv_indices.numel()
+    if validate:
+        expect(int(indptr[0]) == 0, "kv_indptr", "a first entry of 0", int(indptr[0]))
+        expect(bool((counts >= 0).all()), "kv_indptr", "a non-decreasing sequence", indptr.tolist())
+        expect(int(indptr[-1]) <= max_blocks, "kv_indptr", f"a last entry of at most {max_blocks}", int(indptr[-1]))
+        bad = (counts > 0) & ((last_block_len < 1) | (last_block_len > block_size))
+        expect(not bool(bad.any()), "last_block_len", f"values in [1, {block_size}]", last_block_len.tolist())
+        max_blocks = int(counts.max()) if counts.numel() else 0
+    seq_lens = as_int32(torch.where(counts > 0, (counts - 1) * block_size + last_block_len, 0))
+    return BlockLists(as_int32(kv_indices).contiguous(), indptr, 0, max_blocks, seq_lens)
 
 
 def check_attention_contents(spec: AttentionSpec, tensors: AttentionTensors) -> None:
