@@ -20,14 +20,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from experiments.lab import harness
-from experiments.lab.catalog import ENTRIES, find
+from experiments.lab.catalog import PARTS, entries, find
 from experiments.lab.harness import console, fail
 from experiments.lab.run import INTERRUPTED, find_result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    names = [entry.name for entry in ENTRIES]
+    names = [entry.name for entry in entries()]
     if given and not given[0].startswith("-"):
         entry = find(given[0])
         if entry:
@@ -63,7 +63,7 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool, again: bool) -> Non
         SystemExit: 1 at the end where one failed; the others have run.
     """
     failed = []
-    for number, entry in enumerate(ENTRIES, 1):
+    for number, entry in enumerate(entries(), 1):
         if entry.name not in names:
             continue
         if not again:
@@ -72,7 +72,7 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool, again: bool) -> Non
                 console.print(f"{found}; it is run anew", style="red", markup=False, highlight=False)
             elif found is not None:
                 continue
-        console.rule(f"{number} of {len(ENTRIES)}: {entry.name}", align="left")
+        console.rule(f"{number} of {len(entries())}: {entry.name}", align="left")
         started, worked = time.perf_counter(), cpu_s()
         harness.is_smoke = False  # the one before may have been one
         options = ("--smoke",) if smoke else entry.report
@@ -98,10 +98,10 @@ def cpu_s() -> float:
 def list_all(out: Path) -> None:
     """Prints each experiment's question, the time it takes and what it last found in `out`."""
     part = ""
-    for entry in ENTRIES:
+    for entry in entries():
         if entry.part != part:
             part = entry.part
-            console.print(f"\n{part}", style="bold")
+            console.print(f"\n{PARTS[part]}", style="bold")
         console.print(f"  {entry.name}", style="cyan", end="")
         console.print(f"  {entry.question}  [{_minutes(entry.seconds)}]", highlight=False, markup=False)
         found = find_result(entry.name, out, entry.load)

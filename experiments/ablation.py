@@ -13,24 +13,76 @@ serves more than the one before or as much, but ageing, which pays for its bound
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from experiments.ablation_report import answer, plot, show
-from experiments.lab.harness import Row, parser
-from experiments.lab.run import Cell, conduct
-from experiments.sharing_apart import ApartScheduler, PublishAtCommit
+import numpy as np
+
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    draw_bars,
+    grouped,
+    parser,
+    print_table,
+    pyplot,
+    run_experiment,
+)
+from experiments.workloads import pool_blocks
 from radixkv.blocks.config import CacheConfig
-from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.kv_manager import KVManager, SequenceBlocks
 from radixkv.blocks.replay import Replay
-from radixkv.cache.tokens import unpack
+from radixkv.cache.tokens import TokenIds, pack, unpack
+from radixkv.scheduling.running import RunningSequences
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
+from radixkv.scheduling.sequence import Sequence as Running
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
 from radixkv.traces import TraceRequest, open_workload
 
-__all__ = ["answer", "plot", "show"]  # what shows the rows
+ENTRY = Entry("policies", seconds=34, place=3)
+
+
+class PublishAtCommit(KVManager):
+    """The same manager, but what a step computes can be matched when it has run and not before."""
+
+    def __init__(self, cache: Any, num_blocks: int) -> None:
+        super().__init__(cache, num_blocks)
+        self._held: list[tuple[SequenceBlocks, bytes, int]] = []
+
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
+        self._held.append((sequence, pack(token_ids), start))
+        return 0
+
+    def commit(self) -> None:
+        super().commit()
+        for sequence, tokens, start in self._held:
+            super().publish(sequence, tokens, start=start)
+        self._held.clear()
+        super().commit()
+
+    def withdraw(self) -> None:
+        self._held.clear()
+        super().withdraw()
+
+
+class Apart(RunningSequences):
+    """Running sequences that no waiting request waits for."""
+
+    def computes_for(self, sequence: Running) -> bool:
+        return False
+
+
+class ApartScheduler(Scheduler):
+    """A scheduler without in-batch sharing, over a manager that publishes at commit."""
+
+    def _make_running(self) -> RunningSequences:
+        return Apart(self.manager, self.waiting.add)
+
 
 NEVER = 10**9
 
@@ -106,19 +158,13 @@ def workload(name: str, count: int, config: Config, **sizes: Any) -> list[TraceR
     return [request if grows else replace(request, session=None) for request in made]
 
 
-def pool_blocks(requests: Iterable[TraceRequest], block_size: int) -> int:
-    """Returns max(25 % of the unique tokens, twice the longest request) in blocks."""
-    replay, longest = Replay(CacheConfig("radix", 1), cache_outputs=True), 0
-    for request in requests:
-        replay.feed(request.prompt, request.output)
-        longest = max(longest, request.num_prompt_tokens + request.num_output_tokens)
-    return -(-max(replay.peak_blocks // 4, 2 * longest) // block_size)
-
-
 def simulate(config: Config, name: str, count: int) -> list[Row]:
     """Serves a workload with every variant in virtual time."""
     requests = workload(name, count, config)
-    num_blocks = pool_blocks(requests, config.block_size)
+    replay = Replay(CacheConfig("radix", 1), cache_outputs=True)
+    for request in requests:
+        replay.feed(request.prompt, request.output)
+    num_blocks = pool_blocks(requests, replay.peak_blocks, config.block_size)
     num_open = config.num_open if requests[0].session else len(requests)
     rows = []
     for variant in VARIANTS:
@@ -184,12 +230,69 @@ def cells(config: Config) -> Iterator[Cell]:
     yield "measured", partial(measure, config)
 
 
+COLUMNS = {
+    "workload": "{workload}",
+    "variant": "{variant}",
+    "hit rate": "{hit_rate:.1%}",
+    "requests/s": "{request_throughput:.1f}",
+    "over no cache": "{speedup:.2f}",
+    "TTFT p50 ms": "{ttft_p50_ms:.0f}",
+    "p99": "{ttft_p99_ms:.0f}",
+    "KV shared": "{kv_shared:.2f}",
+    "preempted": "{num_preemptions}",
+}
+MEASURED = {
+    "variant": "{variant}",
+    "hit rate": "{hit_rate:.1%}",
+    "CPU s": "{cpu_s:.2f}",
+    "over no cache": "{speedup:.2f}",
+}
+
+
+def show(data: Data) -> None:
+    """Prints a line for each workload and variant, and one for each variant that was measured."""
+    config = data["config"]
+    simulated, measured = _parts(data)
+    print_table(f"{config['model']} on {config['gpu']}, simulated", COLUMNS, simulated)
+    title = f"tiny_gpt on this CPU, {config['num_measured']} few-shot requests, the same tokens"
+    print_table(title, MEASURED, measured)
+
+
+def _parts(data: Data) -> tuple[list[Row], list[Row]]:
+    rows = data["rows"]
+    return [r for r in rows if r["part"] == "simulated"], [r for r in rows if r["part"] == "measured"]
+
+
+def plot(data: Data) -> Figure:
+    """Draws throughput of each variant over that without a cache: each workload's, and what was measured."""
+    simulated, measured = _parts(data)
+    figure, axis = pyplot().subplots(figsize=(10, 4.6))
+    rows = [*simulated, *(row | {"workload": "tiny_gpt, measured"} for row in measured)]
+    variants = grouped(rows, "variant").items()
+    draw_bars(axis, {name: {row["workload"]: row["speedup"] for row in some} for name, some in variants})
+    axis.set(ylabel="throughput over no cache")
+    axis.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
+def answer(data: Data) -> str:
+    """One sentence: geometric means over the workloads."""
+    simulated, _ = _parts(data)
+
+    def mean(variant: str) -> float:
+        return float(np.exp(np.mean([np.log(row["speedup"]) for row in simulated if row["variant"] == variant])))
+
+    names = ("flat hash (no tree)", "radix, first come", "radix, longest prefix", "+ ageing", "+ tree attention")
+    told = ", ".join(f"{mean(name):.2f} with {name.removeprefix('+ ')}" for name in names)
+    return f"Throughput over no cache, geometric mean of the workloads: {told} and all before."
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parser("ablation", __doc__).parse_args(arguments)
     config = Config()
     if given.smoke:
         config = replace(config, workloads=(("few_shot", 30), ("multi_turn", 20)), num_open=8, num_measured=2)
-    conduct("ablation", given.out, config, cells(config), sys.modules[__name__])
+    run_experiment("ablation", given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -7,21 +7,18 @@ hit (the flat hash: whole blocks before p); a variable part that stands first le
     python -m experiments.break_prefix
 """
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import mean as mean_of
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, command, draw_lines, grouped, print_table, pyplot
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
+
+ENTRY = Entry("prefixes", seconds=1, place=4)
 
 CACHES = ("flat_hash", "radix")
 SMOKE_TOKENS = 300
@@ -70,20 +67,16 @@ def measure(config: Config, cache: str, block_size: int) -> list[Row]:
 COLUMNS = {"part": "{part}", "cache": "{cache}", "block": "{block_size}", "hit rate": "{hit_rate:.1%}"}
 
 
-def plot(path: Path) -> Path:
-    """Draws the tokens hit against the position of the changed one, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Draws the tokens hit against the position of the changed one."""
+    rows = data["rows"]
     figure, axis = pyplot().subplots()
-    mine = [row for row in rows if row["part"] == "changed token"]
-    for name in dict.fromkeys((row["cache"], row["block_size"]) for row in mine):
-        line = [row for row in mine if (row["cache"], row["block_size"]) == name]
-        style = "--" if name[0] == "flat_hash" else "-"
-        axis.plot(
-            [r["position"] for r in line], [r["num_hit_tokens"] for r in line], style, label=f"{name[0]} {name[1]}"
-        )
+    changed = grouped(rows, "part")["changed token"]
+    for (cache, size), line in grouped(changed, "cache", "block_size").items():
+        style = "--" if cache == "flat_hash" else "-"
+        draw_lines(axis, {f"{cache} {size}": line}, "position", "num_hit_tokens", style)
     axis.set(xlabel="position of the changed token", ylabel="tokens still hit", title="One changed token")
-    axis.legend()
-    return finish(figure, path)
+    return figure
 
 
 def show(data: Data) -> None:
@@ -106,10 +99,7 @@ def answer(data: Data) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("break_prefix", __doc__).parse_args(arguments)
-    config = Config(prompt_tokens=SMOKE_TOKENS) if given.smoke else Config()
-    conduct("break_prefix", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config(), Config(prompt_tokens=SMOKE_TOKENS))
 
 
 if __name__ == "__main__":

@@ -12,20 +12,28 @@ served; without it an order keeps its hit rate and pays with the tail. Expected:
     python -m experiments.cache_aware_scheduling --workload mmlu tau_bench_airline
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table, progress
-from experiments.lab.plots import draw_bars, finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
-from experiments.paper_workloads import PAPER_WORKLOADS
-from experiments.trace_sets import available, is_conversation, sample_of
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    draw_bars,
+    grouped,
+    parser,
+    print_table,
+    progress,
+    pyplot,
+    run_experiment,
+)
+from experiments.workloads import PAPER_WORKLOADS, available, is_conversation, pool_blocks, sample_of
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import Replay
@@ -33,6 +41,8 @@ from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, at_once, run, summarize
 from radixkv.traces import TraceRequest
+
+ENTRY = Entry("policies", seconds=65, place=1)
 
 UNBOUNDED = 10**9
 # name -> order, max_overtakes, queue_aware
@@ -101,8 +111,7 @@ def measure(config: Config, workload: str) -> list[Row]:
     """Serves a workload in every order."""
     requests, has_turns = load(workload, config)
     best, num_unique = optimum(requests, has_turns)
-    longest = max(request.num_prompt_tokens + request.num_output_tokens for request in requests)
-    pool = -(-max(num_unique // 4, 2 * longest) // config.block_size)
+    pool = pool_blocks(requests, num_unique, config.block_size)
     rows = []
     with progress(workload, len(ORDERS)) as bar:
         for name in ORDERS:
@@ -117,8 +126,7 @@ def measure(config: Config, workload: str) -> list[Row]:
 def means(rows: Sequence[Row]) -> list[Row]:
     """Averages over workloads: all, what is queued at once, conversations."""
     found = []
-    for name in ORDERS:
-        of_order = [row for row in rows if row["order"] == name]
+    for name, of_order in grouped(rows, "order").items():
         row: Row = {"order": name}
         for kind, has_turns in (("all", None), ("at_once", False), ("turns", True)):
             shares = [r["share"] for r in of_order if has_turns is None or r["has_turns"] == has_turns]
@@ -152,20 +160,20 @@ def show(data: Data) -> None:
     print_table("Share of the optimum, averaged over workloads", MEANS, shown)
 
 
-def plot(path: Path) -> Path:
-    """Draws each order's share of the optimum for each workload, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Draws each order's share of the optimum for each workload."""
+    rows = data["rows"]
     figure, axis = pyplot().subplots(figsize=(13, 4.5))
     draw_bars(
         axis,
-        {name: {row["workload"]: row["share"] for row in rows if row["order"] == name} for name in ORDERS},
+        {name: {row["workload"]: row["share"] for row in some} for name, some in grouped(rows, "order").items()},
         rotation=30,
         ha="right",
     )
     axis.axhline(0.96, color="gray", linewidth=0.7, linestyle="--")
     axis.set(ylabel="share of the optimum", ylim=(0, 1.05))
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(ORDERS), fontsize=8)
-    return finish(figure, path)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(grouped(rows, "order")), fontsize=8)
+    return figure
 
 
 def answer(data: Data) -> str:
@@ -175,7 +183,7 @@ def answer(data: Data) -> str:
     aged, first = (next(row for row in found if row["order"] == name) for name in ("longest aged", "fcfs"))
     short = sorted({r["workload"] for r in data["rows"] if r["order"] == best["order"] and r["share"] < 0.96})
     return (
-        f"{best['all']:.1%} of the hits that are possible (mean of {len(data['rows']) // len(ORDERS)} workloads, "
+        f"{best['all']:.1%} of the hits that are possible (mean of {len(grouped(data['rows'], 'workload'))} workloads, "
         f"{best['all worst']:.1%} at worst) with the best order, {_words(best['order'])}, {aged['all']:.1%} with the "
         f"default, {first['all']:.1%} first come, first served"
         f"{'; the best is below 96% on ' + ', '.join(short) if short else ''}."
@@ -183,7 +191,7 @@ def answer(data: Data) -> str:
 
 
 def _words(name: str) -> str:
-    order, _, queue_aware = ORDERS[name]
+    order, _, queue_aware = ORDERS.get(name, (name, 0, False))
     return order.replace("_", " ") + (" first and queue-aware eviction" if queue_aware else " first")
 
 
@@ -193,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--workload", nargs="+", choices=names, default=[], metavar="NAME", help=", ".join(names))
     given = options.parse_args(arguments)
     config = Config(("skeleton of thought",) if given.smoke else tuple(given.workload))
-    conduct("cache_aware_scheduling", given.out, config, cells(config), sys.modules[__name__], at_once=True)
+    run_experiment("cache_aware_scheduling", given.out, config, sys.modules[__name__], at_once=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ share caches and memory with it. Expected: the same hits; busy time within 10 %,
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -23,17 +24,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.calibrate_report import METRICS, answer, plot, show
-from experiments.lab.harness import Row, fail, parser
-from experiments.lab.run import conduct
-from experiments.measured_engine import MeasuredEngine, arrival_s
+from experiments.lab import Cell, Data, Entry, Figure, Row, fail, parser, print_table, pyplot, run_experiment
+from experiments.serving import summarize
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.tokens import pack, unpack
+from radixkv.engine.engine import Engine
+from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
-from radixkv.simulate import FEATURES, Fitted, Simulator, StepLoad, report
+from radixkv.simulate import FEATURES, Fitted, Simulator, StepLoad, measure_load, report
 from radixkv.traces import TraceRequest, open_workload
 
-__all__ = ["answer", "plot", "show"]  # what shows the rows
+ENTRY = Entry("serving", seconds=37, place=7)
+
+
+METRICS = ("num_steps", "busy_s", "num_cached_tokens", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "latency_p50_ms")
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,71 @@ class Config:
     max_num_batched_tokens: int = 256
     num_repeats: int = 2
     seed: int = 0
+
+
+class Clock:
+    """CPU seconds of this thread, and what was skipped because nothing was to be done."""
+
+    def __init__(self) -> None:
+        self._skipped_s = -time.thread_time()
+
+    def __call__(self) -> float:
+        return time.thread_time() + self._skipped_s
+
+    def skip_to(self, at_s: float) -> None:
+        self._skipped_s += max(at_s - self(), 0.0)
+
+
+class MeasuredEngine:
+    """An engine whose steps are noted: their loads, and their seconds with everything in them."""
+
+    def __init__(self, model: str, num_blocks: int, max_num_batched_tokens: int, cache: str = "radix") -> None:
+        self.clock = Clock()
+        self.engine = Engine.from_pretrained(
+            model,
+            cache=CacheConfig(cache, num_blocks=num_blocks),
+            scheduler=SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens),
+            tree_attention="off",  # what is fitted knows nothing of shared reads
+            clock=self.clock,
+        )
+        self.loads: list[StepLoad] = []
+        self.times_s: list[float] = []
+        self._forward = self.engine.runner.forward
+        self.engine.runner.forward = self._noted  # type: ignore[method-assign]
+
+    def _noted(self, batch: ScheduledBatch) -> torch.Tensor:
+        scheduler = self.engine.scheduler
+        self.loads.append(measure_load(batch, list(scheduler.batch), scheduler))
+        return self._forward(batch)
+
+    def serve(self, requests: Sequence[TraceRequest]) -> tuple[Row, list[TraceRequest]]:
+        """Serves requests by their timestamps; returns the metrics, and the requests with what was generated."""
+        self.loads.clear()
+        self.times_s.clear()
+        self.clock.skip_to(self.clock() + 1.0)
+        origin, waiting, generations = self.clock(), list(requests)[::-1], []
+        while waiting or self.engine.has_unfinished_requests:
+            if waiting and not self.engine.has_unfinished_requests:
+                self.clock.skip_to(origin + arrival_s(waiting[-1]))
+            while waiting and origin + arrival_s(waiting[-1]) <= self.clock():
+                request = waiting.pop()
+                params = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
+                name = self.engine.add_request(unpack(request.prompt).tolist(), params)
+                generations.append(self.engine.generation(name))
+                generations[-1].metrics.arrival_s = origin + arrival_s(request)
+            stats = self.engine.step()
+            self.times_s.append(stats.schedule_s + stats.forward_s + stats.postprocess_s)
+        outputs = [generation.output() for generation in generations]
+        answered = [
+            replace(request, output=pack(output.outputs[0].token_ids))
+            for request, output in zip(requests, outputs, strict=True)
+        ]
+        return summarize(outputs) | {"busy_s": sum(self.times_s), "num_steps": len(self.times_s)}, answered
+
+
+def arrival_s(request: TraceRequest) -> float:
+    """When a request comes, in seconds."""
+    return request.timestamp_s or 0.0
 
 
 def simulate(requests: Sequence[TraceRequest], cost: Fitted, config: Config, cache: str) -> Row:
@@ -116,6 +187,60 @@ def compare(model: str, config: Config) -> list[Row]:
     return rows
 
 
+COLUMNS = {
+    "model": "{model}",
+    "workload": "{workload}",
+    "cache": "{cache}",
+    "steps": "{num_steps_simulated}/{num_steps_measured}",
+    "hits": "{num_cached_tokens_simulated}/{num_cached_tokens_measured}",
+    "a step": "{step_error:.0%}",
+    "busy s": "{busy_s_measured:.2f}",
+    "busy": "{busy_s_error:+.0%}",
+    "TTFT p50": "{ttft_p50_ms_error:+.0%}",
+    "p99": "{ttft_p99_ms_error:+.0%}",
+    "TPOT p50": "{tpot_p50_ms_error:+.0%}",
+    "latency": "{latency_p50_ms_error:+.0%}",
+}
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    """A cell a model."""
+    for model in config.models:
+        yield model, partial(compare, model, config)
+
+
+def show(data: Data) -> None:
+    """Prints a line for each model, workload and cache."""
+    rows = [row for row in data["rows"] if row["part"] == "compared"]
+    print_table("Simulated against measured: errors of a step's time (median) and of each metric", COLUMNS, rows)
+
+
+def plot(data: Data) -> Figure:
+    """Draws simulated over measured times."""
+    rows = [row for row in data["rows"] if row["part"] == "compared"]
+    figure, axis = pyplot().subplots()
+    for key, marker in (("busy_s", "o"), ("ttft_p50_ms", "^"), ("ttft_p99_ms", "v"), ("tpot_p50_ms", "s")):
+        scale = 1e3 if key == "busy_s" else 1
+        points = [(row[f"{key}_measured"] * scale, row[f"{key}_simulated"] * scale) for row in rows]
+        axis.plot(*zip(*points, strict=True), marker, label=key.removesuffix("_ms").removesuffix("_s"))
+    low, high = axis.get_xlim()
+    axis.plot([max(low, 1), high], [max(low, 1), high], color="gray", linewidth=0.8)
+    axis.set(xscale="log", yscale="log", xlabel="measured (ms of CPU)", ylabel="simulated (ms)")
+    axis.legend()
+    return figure
+
+
+def answer(data: Data) -> str:
+    """One sentence, of the largest errors."""
+    rows = [row for row in data["rows"] if row["part"] == "compared"]
+    same = all(row["num_cached_tokens_simulated"] == row["num_cached_tokens_measured"] for row in rows)
+    busy, ttft = (max(abs(row[f"{key}_error"]) for row in rows) for key in ("busy_s", "ttft_p50_ms"))
+    return (
+        f"Hits are {'the same' if same else 'NOT the same'}; busy time is off by {busy:.0%} at most, "
+        f"median TTFT by {ttft:.0%}."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("calibrate", __doc__)
     options.add_argument("--models", nargs="+", default=["tiny_gpt"], help="presets, folders, .gguf files (tiny_gpt)")
@@ -126,8 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = Config(tuple(given.models), num_fitted=3 * given.requests // 2, num_compared=given.requests)
     if given.smoke:
         config = replace(config, num_fitted=6, num_compared=4, num_repeats=1)
-    cells = ((model, partial(compare, model, config)) for model in config.models)
-    conduct("calibrate", given.out, config, cells, sys.modules[__name__])
+    run_experiment("calibrate", given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

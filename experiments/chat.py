@@ -10,23 +10,21 @@ TTFT falls to about half or less at every load, throughput does not fall; on ran
     python -m experiments.chat --rates 4 8 inf
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
-from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize
+from experiments.lab import Cell, Data, Entry, Figure, Row, parser, print_table, pyplot, run_experiment
+from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize, warm_up
 from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.tree_plans import MODES
+
+ENTRY = Entry("serving", seconds=80, place=1, report=("--rates", "4", "8"))
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def measure(config: Config, workload: str, rate: float) -> list[Row]:
             tree_attention=config.tree_attention,
         )
         vocab_size = engine.runner.config.vocab_size
-        serve(engine, [Arrival(0.0, tuple(range(40)), 4)] * 2)  # first calls of everything
+        warm_up(engine)
         outputs = serve(engine, arrivals(config, workload, rate, vocab_size))
         rows.append({"workload": workload, "rate_per_s": rate, "cache": cache, **summarize(outputs)})
         answers.append([output.outputs[0].token_ids for output in outputs])
@@ -95,9 +93,9 @@ def measure(config: Config, workload: str, rate: float) -> list[Row]:
 CHAT_COLUMNS = {"workload": "{workload}", "load/s": "{rate_per_s:g}", **COLUMNS}
 
 
-def plot(path: Path) -> Path:
-    """Draws median and p99 TTFT against load, and the distribution of TTFT at the highest load, from the JSON alone."""
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Draws median and p99 TTFT against load, and the distribution of TTFT at the highest load."""
+    rows: list[dict[str, Any]] = data["rows"]
     plt = pyplot()
     chat = [row for row in rows if row["workload"] == "chat"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
@@ -117,7 +115,7 @@ def plot(path: Path) -> Path:
         xlabel="TTFT, ms", ylabel="share of requests", title=f"TTFT at {highest:g} requests per second", xscale="log"
     )
     left.legend()
-    return finish(figure, path)
+    return figure
 
 
 def show(data: Data) -> None:
@@ -157,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=given.seed,
         tree_attention=given.tree_attention,
     )
-    conduct("chat", given.out, config, cells(config), sys.modules[__name__])
+    run_experiment("chat", given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

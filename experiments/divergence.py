@@ -12,21 +12,32 @@ part is up to it, and large blocks lose what they round down.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from experiments.divergence_report import answer, plot, show
-from experiments.lab.harness import Row, parser, shared_traces
-from experiments.lab.run import Cell, conduct
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    draw_bars,
+    grouped,
+    parser,
+    print_table,
+    pyplot,
+    run_experiment,
+)
+from experiments.workloads import shared_traces
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import Replay
 from radixkv.traces import open_trace
 
-__all__ = ["answer", "plot", "show"]  # what shows the rows
+ENTRY = Entry("prefixes", seconds=20, place=5)
 
 TRACES = ("tot_game24.requests.jsonl", "mtbench101.conversations.jsonl")
 
@@ -159,6 +170,123 @@ def cells(config: Config) -> Iterator[Cell]:
         yield path, partial(run_trace, path, config)
 
 
+COLUMNS = {
+    "trace": "{trace}",
+    "block": "{block_size}",
+    "cache": "{cache}",
+    "hit rate": "{hit_rate:.2%}",
+    "computed": "{num_computed_tokens:,}",
+    "over the least": "{over_least:.2f}",
+    "blocks held": "{held_blocks:,}",
+    "as tokens": "{held_tokens:,}",
+}
+SUMMARY = {
+    "block": "{block_size}",
+    "cache": "{cache}",
+    "computed again, mean": "{mean:.1f}",
+    "most": "{most:.0f}",
+    "slots held / tokens": "{held:.3f}",
+}
+
+
+def part(data: Data, name: str) -> list[Row]:
+    """Returns the rows of one part."""
+    return [row for row in data["rows"] if row["part"] == name]
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Returns means over d for each block size and cache."""
+    found = []
+    for (size, name), some in grouped(rows, "block_size", "cache").items():
+        again = [row["again_per_request"] for row in some]
+        held = [row["held_tokens"] / row["unique_tokens"] for row in some]
+        numbers = {"mean": np.mean(again), "most": max(again), "held": np.mean(held)}
+        found.append({"block_size": size, "cache": name, **numbers})
+    return found
+
+
+def show(data: Data) -> None:
+    """Prints means over d, and a line for each trace, block size and cache."""
+    config = data["config"]
+    print_table(f"{config['num_requests']} requests that share d tokens", SUMMARY, summary(part(data, "distances")))
+    if rows := part(data, "traces"):
+        print_table(f"Traces without a bound, vocabulary {config['tokenizer']}", COLUMNS, rows)
+
+
+def answer(data: Data) -> str:
+    """One sentence, of blocks of 16."""
+    found = {row["cache"]: row for row in summary(part(data, "distances")) if row["block_size"] == 16}
+    flat, partial = found["flat hash"], found["radix, partial blocks"]
+    text = (
+        f"{flat['mean']:.1f} tokens are computed again where requests part inside a block of 16 (mean; "
+        f"{flat['most']:.0f} at most), {partial['most']:.0f} with partial blocks"
+    )
+    worth = [
+        f"{row['over_least']:.2f} times as many on {row['trace']}"
+        for row in part(data, "traces")
+        if row["block_size"] == 16 and row["cache"] == "flat hash"
+    ]
+    return f"{text}; without them real traces compute {' and '.join(worth)}." if worth else f"{text}."
+
+
+def buys(data: Data) -> Iterator[str]:
+    """Tokens that are not computed again."""
+    flat = grouped((row for row in part(data, "distances") if row["cache"] == "flat hash"), "block_size")
+    most = {size: max(row["again_per_request"] for row in rows) for size, rows in flat.items()}
+    lost = ", ".join(f"{tokens:,.0f} at blocks of {size}" for size, tokens in most.items() if tokens)
+    yield (
+        "Where two prompts part inside a block, the flat hash computes the block's common tokens again, at most "
+        f"{lost}; the tree copies their rows and computes none."
+    )
+    if told := _of_traces(data, lambda flat, tree: f"{flat['over_least']:.2f}"):
+        yield f"For one prompt token that the tree computes, the flat hash computes {told} (public traces)."
+
+
+def costs(data: Data) -> Iterator[str]:
+    """Blocks held."""
+    if told := _of_traces(data, lambda flat, tree: f"{tree['held_blocks'] / flat['held_blocks'] - 1:.0%} more"):
+        yield f"Memory: each request's partly filled last block stays cached, as long as there is room: {told}."
+
+
+def _of_traces(data: Data, tell: Callable[[Row, Row], str]) -> str:
+    """What is to be told of the flat hash's row and the tree's, for each real trace at blocks of 16 and 64."""
+    told: dict[str, list[str]] = {}
+    for (trace, size), rows in grouped(part(data, "traces"), "trace", "block_size").items():
+        of = {row["cache"]: row for row in rows}
+        if size in (16, 64) and {"flat hash", "radix, partial blocks"} <= of.keys():
+            told.setdefault(trace, []).append(
+                f"{tell(of['flat hash'], of['radix, partial blocks'])} at blocks of {size}"
+            )
+    return "; ".join(f"on {trace} {' and '.join(each)}" for trace, each in told.items())
+
+
+def plot(data: Data) -> Figure:
+    """Draws tokens computed again over d, and tokens that a trace computes over the least that it could."""
+    rows, trace_rows = part(data, "distances"), part(data, "traces")
+    plt = pyplot()
+    names = list(dict.fromkeys(row["trace"] for row in trace_rows))
+    figure, all_axes = plt.subplots(1, 1 + len(names), figsize=(6 + 3.2 * len(names), 4.2), squeeze=False)
+    axes = all_axes[0, 0]
+    sizes = list(dict.fromkeys(row["block_size"] for row in rows))
+    for size in sizes[::-1]:
+        for name, style in (("flat hash", "-"), ("radix, partial blocks", "--")):
+            some = [row for row in rows if row["block_size"] == size and row["cache"] == name]
+            if name == "flat hash" or size == sizes[-1]:
+                label = f"flat hash, blocks of {size}" if name == "flat hash" else "radix, partial blocks, any size"
+                points = ([row["shared_tokens"] for row in some], [row["again_per_request"] for row in some])
+                axes.plot(*points, style, marker=".", markersize=2, linewidth=0.8, label=label)
+    axes.set(xlabel="tokens shared", ylabel="tokens computed again, of each request", xlim=(0, None))
+    axes.set_ylim(-10, 760)  # room for the legend
+    axes.legend(fontsize=8, ncols=2, loc="upper left")
+    for axes, trace in zip(all_axes[0, 1:], names, strict=True):
+        of_trace = grouped((row for row in trace_rows if row["trace"] == trace), "cache").items()
+        draw_bars(axes, {name: {row["block_size"]: row["over_least"] for row in some} for name, some in of_trace})
+        axes.set(title=trace, xlabel="block size", ylabel="prompt tokens computed / least", yscale="log")
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("divergence", __doc__)
     options.add_argument("--trace", nargs="*", help="trace files (game of 24 and mtbench101, where they are)")
@@ -168,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = Config(trace=tuple(map(str, traces)), tokenizer=given.tokenizer)
     if given.smoke:
         config = replace(config, longest=600, every=256, all_below=20, num_requests=3, limit=200)
-    conduct("divergence", given.out, config, cells(config), sys.modules[__name__], at_once=True)
+    run_experiment("divergence", given.out, config, sys.modules[__name__], at_once=True)
 
 
 if __name__ == "__main__":

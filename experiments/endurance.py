@@ -10,7 +10,6 @@ grows.
 """
 
 import gc
-import json
 import sys
 import time
 import tracemalloc
@@ -18,16 +17,89 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from experiments.endurance_traffic import NoModel, Traffic
-from experiments.lab.harness import Row, parser, print_table, resident_bytes
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+import numpy as np
+import torch
+
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    draw_lines,
+    grouped,
+    parser,
+    print_table,
+    pyplot,
+    resident_bytes,
+    run_experiment,
+)
 from radixkv.blocks.config import CacheConfig
-from radixkv.blocks.kv_manager import KVManager
+from radixkv.blocks.kv_manager import BlockCopy, KVManager
+from radixkv.cache.namespace import Salt
 from radixkv.engine.engine import Engine
+from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
+
+ENTRY = Entry("growth", seconds=7, place=2, report=("--smoke",))
+
+VOCABULARY = 1000
+
+
+class NoModel:
+    """Stands for the runner: every request gets the same token, and each 50th forward pass fails."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, max_positions=100_000)
+        self.num_calls = 0
+
+    def forward(self, batch: ScheduledBatch) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls % 50 == 0:
+            raise MemoryError("planted")
+        logits = torch.zeros(sum(item.needs_logits for item in batch.sequences), VOCABULARY)
+        logits[:, 7] = 1.0
+        return logits
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        pass
+
+
+class Traffic:
+    """Adds requests and steps, so that about 24 are always under way."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.rng = np.random.default_rng(seed)
+        self.shared = self.rng.integers(0, VOCABULARY, (40, 96)).tolist()
+        self.num_added = 0
+
+    def serve(self, count: int) -> None:
+        """Serves so many requests to their ends."""
+        for _ in range(count):
+            number, (group, length, own, kind) = (
+                self.num_added,
+                self.rng.integers(0, (40, 96, VOCABULARY, 100)).tolist(),
+            )
+            namespace = Salt(f"tenant {number}") if kind < 30 else None
+            params = SamplingParams(max_tokens=1 + number % 30, n=1 + 2 * (kind == 99))
+            name = self.engine.add_request(
+                [*self.shared[group][:length], own, number % 997], params, namespace=namespace
+            )
+            self.num_added += 1
+            if kind == 50:
+                self.engine.abort(name)
+            if number % 9973 == 9972:
+                self.engine.reset_cache(namespace)
+            while len(self.engine.stepper.generations) >= 24:
+                self.engine.step()
+        while self.engine.has_unfinished_requests:
+            self.engine.step()
+
 
 CACHES = ("radix:16", "radix:1", "flat_hash:16")
 
@@ -106,16 +178,12 @@ def snapshot(engine: Engine) -> tracemalloc.Snapshot:
     return tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/radixkv/*")])
 
 
-def plot(path: Path) -> Path:
-    """Draws resident memory against requests served, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Draws resident memory against requests served."""
     figure, axis = pyplot().subplots()
-    for name in dict.fromkeys(row["cache"] for row in rows):
-        some = [row for row in rows if row["cache"] == name]
-        axis.plot([row["requests"] for row in some], [row["resident_mib"] for row in some], "o-", label=name)
+    draw_lines(axis, grouped(data["rows"], "cache"), "requests", "resident_mib")
     axis.set(xlabel="requests served", ylabel="resident memory, MiB", ylim=(0, None))
-    axis.legend()
-    return finish(figure, path)
+    return figure
 
 
 COLUMNS = {
@@ -141,8 +209,8 @@ def show(data: Data) -> None:
 def answer(data: Data) -> str:
     """One sentence: how much memory grew between the middle of the run and its end."""
     told = []
-    for name in dict.fromkeys(row["cache"] for row in data["rows"]):
-        some = [row["resident_mib"] for row in data["rows"] if row["cache"] == name]
+    for name, rows in grouped(data["rows"], "cache").items():
+        some = [row["resident_mib"] for row in rows]
         told.append(f"{name} {some[len(some) // 2]:.1f} to {some[-1]:.1f} MiB")
     return f"No block was lost; resident memory from the middle of the run to its end: {', '.join(told)}."
 
@@ -153,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     config = Config(1500, 3) if given.smoke else Config()
     config = replace(config, caches=tuple(given.caches))
-    conduct("endurance", given.out, config, cells(config), sys.modules[__name__])
+    run_experiment("endurance", given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

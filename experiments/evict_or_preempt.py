@@ -6,24 +6,22 @@ its caller waits. Expected: evicting first computes fewer tokens and preempts fa
     python -m experiments.evict_or_preempt
 """
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import bars
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, bars, command, print_table
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.request import Request, SamplingParams
 from radixkv.scheduling.running import RunningSequences
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.scheduling.sequence import Sequence as Running
+
+ENTRY = Entry("serving", seconds=2, place=5)
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,9 @@ def show(data: Data) -> None:
     print_table(f"{data['config']['num_requests']} chats in pools of blocks of 16", COLUMNS, data["rows"])
 
 
-def plot(path: Path) -> Path:
-    """Draws the tokens computed in each pool, from the JSON alone."""
-    return bars(path, "num_blocks", "rule", "num_computed_tokens", "tokens computed", "Who gives way first")
+def plot(data: Data) -> Figure:
+    """Draws the tokens computed in each pool."""
+    return bars(data["rows"], "num_blocks", "rule", "num_computed_tokens", "tokens computed", "Who gives way first")
 
 
 def answer(data: Data) -> str:
@@ -120,10 +118,7 @@ def answer(data: Data) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("evict_or_preempt", __doc__).parse_args(arguments)
-    config = Config(num_blocks=Config.num_blocks[:2]) if given.smoke else Config()
-    conduct("evict_or_preempt", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config(), Config(num_blocks=Config.num_blocks[:2]))
 
 
 if __name__ == "__main__":

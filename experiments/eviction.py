@@ -11,19 +11,106 @@ round; a policy that knows history alone gains little and must not lose; the que
     python -m experiments.eviction --trace mooncake --num-blocks 1000 10000
 """
 
-import json
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from experiments.block_replay import HISTORY, NAMES, replay
-from experiments.lab.harness import Row, fail, parser, print_table, progress
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
-from experiments.trace_sets import EMBEDDED, available, is_conversation, requests_of
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    fail,
+    grouped,
+    parser,
+    print_table,
+    progress,
+    pyplot,
+    run_experiment,
+)
+from experiments.workloads import EMBEDDED, available, is_conversation, requests_of
+from radixkv.blocks.allocator import OutOfBlocks
 from radixkv.blocks.bounds import BlockPaths
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.contract import PrefixCache
+from radixkv.cache.flat_hash.cache import FlatHashCache
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.eviction import POLICIES, Cost, make_policy
+from radixkv.cache.radix.watches import Watch
+from radixkv.cache.tokens import pack
+
+ENTRY = Entry("policies", seconds=90, place=2)
+
+HISTORY = tuple(POLICIES)
+NAMES = (*HISTORY, "flat_hash", "queue_aware", "flat_hash queue_aware")
+
+
+def make_cache(name: str, block_size: int) -> PrefixCache:
+    """Returns a cache of blocks of one token: each stands for a block of the trace."""
+    if name.startswith("flat_hash"):
+        return FlatHashCache(1, hash_algorithm="sha256")
+    if name == "cost":  # its positions are blocks here
+        return RadixCache(1, policy=Cost(max(30_000 // block_size, 1)))
+    return RadixCache(1, policy=make_policy("lru" if name == "queue_aware" else name))
+
+
+class Queue:
+    """The requests that wait: the next so many, but of a session only the first of them."""
+
+    def __init__(self, cache: PrefixCache, keys: Sequence[bytes], sessions: Sequence[str | None], length: int) -> None:
+        self._cache, self._keys, self._sessions = cache, keys, sessions
+        self._watches: dict[int, Watch] = {}
+        self._behind: dict[str | None, deque[int]] = {}
+        for number in range(min(length, len(keys))):
+            self._enter(number)
+        self._next = length
+
+    def _enter(self, number: int) -> None:
+        line = self._behind.setdefault(self._sessions[number], deque())
+        line.append(number)
+        if len(line) == 1:
+            self._watch(number)
+
+    def _watch(self, number: int) -> None:
+        self._watches[number] = self._cache.watch(self._keys[number], rank=(0, -number))
+
+    def start(self, number: int) -> None:
+        """A request leaves the queue; another comes in, and the next of its session."""
+        self._cache.unwatch(self._watches.pop(number))
+        line = self._behind[self._sessions[number]]
+        line.popleft()
+        if line:
+            self._watch(line[0])
+        if self._next < len(self._keys):
+            self._enter(self._next)
+            self._next += 1
+
+
+def replay(name: str, paths: BlockPaths, sessions: Sequence[str | None], num_blocks: int, num_waiting: int) -> int:
+    """Returns the tokens hit."""
+    cache = make_cache(name, paths.block_size)
+    manager = KVManager(cache, num_blocks)
+    # What may be matched, and one token that is computed in any case.
+    prompts = [pack([*path[:most], 0]) for path, most in zip(paths.paths, paths.num_matchable, strict=True)]
+    queue = Queue(cache, prompts, sessions, num_waiting) if name.endswith("queue_aware") else None
+    hits = 0
+    for number, path in enumerate(paths.paths):
+        if queue is not None:
+            queue.start(number)
+        sequence = manager.begin(prompts[number])
+        try:
+            manager.grow(sequence, paths.num_blocks[number])
+        except OutOfBlocks:
+            manager.cancel(sequence)
+            continue
+        hits += sequence.num_cached_tokens * paths.block_size
+        manager.publish(sequence, pack(path))
+        manager.commit()
+        manager.end(sequence)
+    return hits
 
 
 @dataclass(frozen=True)
@@ -41,7 +128,7 @@ class Config:
 
 
 def load(name: str, config: Config) -> tuple[BlockPaths, list[str | None]]:
-    """Returns a trace as paths of blocks, and the session of each request. Mooncake's outputs are nobody else's."""
+    """Returns a trace as paths of blocks, and each request's session. Mooncake's outputs are shared by no request."""
     is_mooncake = name == "mooncake"
     sessions: list[str | None] = []
 
@@ -89,14 +176,21 @@ def measure(config: Config, trace: str) -> list[Row]:
     return rows
 
 
+def history_of(rows: Sequence[Row]) -> list[str]:
+    """The policies of history alone that the rows have; today's may be others."""
+    closes = [{name.removesuffix(" closes") for name in row if name.endswith(" closes")} for row in rows]
+    return [name for name in rows[0] if name != "queue_aware" and all(name in each for each in closes)]
+
+
 def verdict(rows: Sequence[Row]) -> Row:
     """Where the gap is at least .02: the best policy of history alone that is nowhere far below lru, and the queue."""
     wide = [row for row in rows if row["gap"] >= 0.02]
     found: Row = {"num_wide": len(wide), "num_rows": len(rows)}
-    for name in HISTORY:
+    history = history_of(rows)
+    for name in history:
         found[f"{name} worst"] = min((row[name] - row["lru"] for row in wide), default=0.0)
         found[f"{name} mean"] = sum(row[name] - row["lru"] for row in wide) / max(len(wide), 1)
-    safe = [name for name in HISTORY if found[f"{name} worst"] >= -0.005]
+    safe = [name for name in history if found[f"{name} worst"] >= -0.005]
     found["best_history"] = max(safe, key=lambda name: found[f"{name} mean"])
     traces = {row["trace"] for row in wide}
     means = {t: [row["queue_aware closes"] for row in wide if row["trace"] == t] for t in traces}
@@ -106,30 +200,29 @@ def verdict(rows: Sequence[Row]) -> Row:
 
 
 STYLES = {"bound": "--", "queue_aware": "-"}
-COLUMNS = {"trace": "{trace}", "blocks": "{num_blocks:,}", "bound": "{bound:.3f}"}
-COLUMNS |= {name: f"{{{name}:.3f}}" for name in HISTORY}
-COLUMNS |= {"queue_aware": "{queue_aware:.3f}", "closes": "{queue_aware closes:.0%}"}
-COLUMNS |= {"flat": "{flat_hash:.3f}", "flat, queue": "{flat_hash queue_aware:.3f}"}
 
 
 def show(data: Data) -> None:
     """Prints a line a trace and pool."""
-    print_table("Hit rates, one request at a time", COLUMNS, data["rows"])
+    columns = {"trace": "{trace}", "blocks": "{num_blocks:,}", "bound": "{bound:.3f}"}
+    columns |= {name: f"{{{name}:.3f}}" for name in history_of(data["rows"])}
+    columns |= {"queue_aware": "{queue_aware:.3f}", "closes": "{queue_aware closes:.0%}"}
+    columns |= {"flat": "{flat_hash:.3f}", "flat, queue": "{flat_hash queue_aware:.3f}"}
+    print_table("Hit rates, one request at a time", columns, data["rows"])
 
 
-def plot(path: Path) -> Path:
-    """Draws hit rate against capacity for each trace, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
+def plot(data: Data) -> Figure:
+    """Draws hit rate against capacity for each trace."""
+    rows = data["rows"]
+    history, traces = history_of(rows), grouped(rows, "trace")
     plt = pyplot()
     figure, axes = plt.subplots(
         -(-len(traces) // 3), min(len(traces), 3), squeeze=False, figsize=(13, 3.4 * -(-len(traces) // 3))
     )
-    for axis, trace in zip(axes.flat, traces, strict=False):
-        of_trace = [row for row in rows if row["trace"] == trace]
-        for name in ("bound", "queue_aware", *HISTORY):
+    for axis, (trace, of_trace) in zip(axes.flat, traces.items(), strict=False):
+        for name in ("bound", "queue_aware", *history):
             # What knows the future is drawn in ink, the bound dashed; the policies in colours.
-            style = {} if name in HISTORY else {"color": plt.rcParams["text.color"], "linestyle": STYLES[name]}
+            style = {} if name in history else {"color": plt.rcParams["text.color"], "linestyle": STYLES[name]}
             axis.plot([r["num_blocks"] for r in of_trace], [r[name] for r in of_trace], marker=".", label=name, **style)
         axis.set(title=trace, xscale="log", xlabel="blocks", ylabel="hit rate")
         axis.xaxis.set_minor_formatter(plt.NullFormatter())
@@ -139,7 +232,7 @@ def plot(path: Path) -> Path:
         axis.axis("off")
     axes.flat[0].legend(fontsize=7)
     figure.tight_layout()
-    return finish(figure, path)
+    return figure
 
 
 def answer(data: Data) -> str:
@@ -165,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     traces = (EMBEDDED,) if given.smoke else tuple(given.trace)
     config = Config(traces, tuple(given.num_blocks), limit=600 if given.smoke else given.limit)
     try:
-        conduct("eviction", given.out, config, cells(config), sys.modules[__name__], at_once=True)
+        run_experiment("eviction", given.out, config, sys.modules[__name__], at_once=True)
     except ValueError as error:
         fail(str(error))
 

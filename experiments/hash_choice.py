@@ -2,29 +2,26 @@
 
 Each algorithm hashes the same tokens; then unrelated prompts are looked up under digests cut to a few bits. Expected:
 hashing costs the same for every token, cryptographic or not within a factor of two; with b bits and n blocks cached a
-block of somebody else's is handed over with probability about n / 2**b for each lookup, and never once the tokens
+block of another prompt is handed over with probability about n / 2**b for each lookup, and never once the tokens
 themselves are compared, which is what a radix tree does anyway.
 
     python -m experiments.hash_choice
 """
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from experiments.lab.harness import Row, console, parser, print_table
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, command, console, grouped, print_table, pyplot
 from radixkv.cache.contract import PrefixCache
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS
 from radixkv.cache.radix.cache import RadixCache
+
+ENTRY = Entry("index", seconds=2, place=2)
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def measure_cost(config: Config, algorithm: str) -> list[Row]:
 
 
 def measure_foreign(config: Config, bits: int) -> list[Row]:
-    """Looks unrelated prompts of one block up: whatever is found is somebody else's KV."""
+    """Looks unrelated prompts of one block up: whatever is found is another prompt's KV."""
     rng = np.random.default_rng(config.seed)
     caches: dict[str, PrefixCache] = {
         "flat hash": FlatHashCache(config.block_size, digest_bits=bits, accept_collisions=True),
@@ -95,33 +92,32 @@ def measure_foreign(config: Config, bits: int) -> list[Row]:
 
 
 def show(data: Data) -> None:
-    """Prints the cost of each algorithm, and how many lookups got somebody else's KV."""
+    """Prints the cost of each algorithm, and how many lookups got another prompt's KV."""
     cost = [row for row in data["rows"] if row["part"] == "cost"]
     print_table("Hashing, chained blocks of 16", {"cache": "{cache}", "ns a token": "{ns_per_token:.0f}"}, cost)
     foreign = [row for row in data["rows"] if row["part"] == "foreign"]
-    columns = {"bits": "{digest_bits}", "cache": "{cache}", "somebody else's KV": "{num_foreign} of {of}"}
+    columns = {"bits": "{digest_bits}", "cache": "{cache}", "another's KV": "{num_foreign} of {of}"}
     columns["expected"] = "{expected:.2%}"
     print_table(f"Unrelated prompts, {data['config']['num_cached_blocks']} blocks cached", columns, foreign)
 
 
-def plot(path: Path) -> Path:
-    """Draws the cost a token, and the share of lookups that got somebody else's KV; from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Draws the cost a token, and the share of lookups that got another prompt's KV."""
+    rows = data["rows"]
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     cost = [row for row in rows if row["part"] == "cost"]
     left.barh([row["cache"] for row in cost], [row["ns_per_token"] for row in cost])
     left.set(xlabel="ns a token", title="Hashing")
     foreign = [row for row in rows if row["part"] == "foreign"]
-    for name in dict.fromkeys(row["cache"] for row in foreign):
-        line = [row for row in foreign if row["cache"] == name]
+    for name, line in grouped(foreign, "cache").items():
         bits = [row["digest_bits"] for row in line]
         right.plot(bits, [row["num_foreign"] / row["of"] for row in line], "o-", label=name)
         if name == "flat hash":
             right.plot(bits, [row["expected"] for row in line], ":", label="expected", color="gray")
-    right.set(xlabel="bits of the digest", ylabel="share of lookups", title="Somebody else's KV handed over")
+    right.set(xlabel="bits of the digest", ylabel="share of lookups", title="Another prompt's KV handed over")
     right.legend()
-    return finish(figure, path)
+    return figure
 
 
 def answer(data: Data) -> str:
@@ -133,15 +129,12 @@ def answer(data: Data) -> str:
     never = sum(row["num_foreign"] for row in foreign if row["cache"] != "flat hash")
     told = ", ".join(f"{name} {ns:.0f}" for name, ns in cost.items())
     return (
-        f"In ns a token: {told}. Cut to {shortest} bits the hash alone hands over somebody else's KV in "
+        f"In ns a token: {told}. Cut to {shortest} bits the hash alone hands over another prompt's KV in "
         f"{counts['flat hash']:,} of {foreign[0]['of']:,} lookups; where tokens are compared, in {never}."
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("hash_choice", __doc__).parse_args(arguments)
-    config = Config(digest_bits=(8, 16), num_lookups=500, num_repeats=5) if given.smoke else Config()
-    conduct("hash_choice", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config(), Config(digest_bits=(8, 16), num_lookups=500, num_repeats=5))
 
 
 if __name__ == "__main__":

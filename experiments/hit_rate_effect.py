@@ -11,18 +11,14 @@ take less of a step's budget; time to first token and latency fall, throughput r
     python -m experiments.hit_rate_effect --smoke
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from experiments.lab.harness import Row, fail, parser, print_table
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, fail, parser, print_table, pyplot, run_experiment
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import Replay
@@ -33,6 +29,8 @@ from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import GPUS, ClosedLoop, Roofline, Simulator, run, summarize
 from radixkv.simulate.model_shapes import MODEL_SHAPES
 from radixkv.traces import TraceRequest, open_workload
+
+ENTRY = Entry("policies", seconds=12, place=4)
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ def limited(requests: Sequence[TraceRequest], share: float) -> list[TraceRequest
     return found
 
 
-def measure(config: Config, requests: Sequence[TraceRequest], share: float) -> Row:
-    """Serves the requests in virtual time at one share."""
+def measure(config: Config, requests: Sequence[TraceRequest], share: float) -> list[Row]:
+    """Serves the requests in virtual time at one share; one row."""
     cost = Roofline.of(config.model, config.gpu, config.num_gpus)
     num_blocks = min(cost.num_blocks(config.block_size), config.pool_tokens // config.block_size)
     batches: list[tuple[int, float]] = []
@@ -87,24 +85,20 @@ def measure(config: Config, requests: Sequence[TraceRequest], share: float) -> R
     arrivals = ClosedLoop(limited(requests, share), config.num_open)
     row = summarize(run(simulator, arrivals).served)
     num_running, seconds = np.array(batches).T
-    return {
+    found = {
         "share": share,
         "batch_size": float((num_running * seconds).sum() / seconds.sum()),
         "num_steps": simulator.num_steps,
         "num_blocks": num_blocks,
-        **row,
     }
+    return [found | row]
 
 
 def cells(config: Config) -> Iterator[Cell]:
     """Yields a cell for each share."""
     requests = tree_of_thought(config)
     for share in config.shares:
-        yield f"{share:.0%}", partial(_cell, config, requests, share)
-
-
-def _cell(config: Config, requests: Sequence[TraceRequest], share: float) -> list[Row]:
-    return [measure(config, requests, share)]
+        yield f"{share:.0%}", partial(measure, config, requests, share)
 
 
 COLUMNS = {
@@ -128,9 +122,9 @@ def show(data: Data) -> None:
     print_table(title, COLUMNS, data["rows"])
 
 
-def plot(path: Path) -> Path:
+def plot(data: Data) -> Figure:
     """Draws everything over the hit rate that was reached."""
-    rows = json.loads(path.read_text())["rows"]
+    rows = data["rows"]
     figure, axes = pyplot().subplots(1, 3, figsize=(12, 3.6))
     hit_rates = [100 * row["hit_rate"] for row in rows]
     for axis, title, keys in (
@@ -143,7 +137,7 @@ def plot(path: Path) -> Path:
         axis.set(xlabel="hit rate (%)", ylabel=title, ylim=(0, None))
         axis.legend()
     figure.tight_layout()
-    return finish(figure, path)
+    return figure
 
 
 def answer(data: Data) -> str:
@@ -171,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Roofline.of(config.model, config.gpu, config.num_gpus)
     except ValueError as error:
         fail(str(error))
-    conduct("hit_rate_effect", given.out, config, cells(config), sys.modules[__name__], at_once=True)
+    run_experiment("hit_rate_effect", given.out, config, sys.modules[__name__], at_once=True)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,87 @@ from typing import Any
 
 import numpy as np
 
-from experiments.index_cost_report import answer, plot, show
-from experiments.index_workloads import Blocks, admit, chats, insert, leaf, make
-from experiments.lab.harness import Row, console, fail, parser
-from experiments.lab.run import Cell, conduct
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    console,
+    draw_bars,
+    fail,
+    grouped,
+    parser,
+    print_table,
+    pyplot,
+    run_experiment,
+)
+from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import index_bytes
+from radixkv.cache.contract import PrefixCache, take_over
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS
-from radixkv.cache.tokens import pack
+from radixkv.cache.tokens import TOKEN_BYTES, pack
 
-__all__ = ["answer", "plot", "show"]  # what shows the rows
+ENTRY = Entry("index", seconds=18, place=1)
+
+
+def chats(num_conversations: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields ([n] prompt, [m] prompt and output) int32: conversations of 2,000 to 8,000 tokens in four turns."""
+    rng = np.random.default_rng(seed)
+    systems = [rng.integers(0, 32_000, 512, dtype=np.int32) for _ in range(8)]
+    texts = []
+    for i in range(num_conversations):
+        length = int(rng.integers(2_000, 8_001))
+        texts.append(np.concatenate([systems[i % 8], rng.integers(0, 32_000, length - 512, dtype=np.int32)]))
+    for turn in range(4):
+        for text in texts:
+            before, end = (512 + (len(text) - 512) * share // 4 for share in (turn, turn + 1))
+            yield text[: end - min(200, end - before - 1)], text[:end]
+
+
+def leaf(index: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns [length] int32 tokens, the first of them in no other leaf."""
+    tokens = rng.integers(0, 32_000, length, dtype=np.int32)
+    tokens[0] = 32_000 + index
+    return tokens
+
+
+def make(cache: str, block_size: int) -> Any:
+    """Returns a cache as an engine has it: its owner answers for block ids."""
+    if cache.startswith("radix"):
+        made = CacheConfig("radix", block_size, partial_blocks=cache == "radix").make()
+    else:
+        made = CacheConfig(cache, block_size).make()
+    take_over(made, "cache", made)
+    return made
+
+
+def admit(cache: PrefixCache, key: bytes) -> int:
+    lease = cache.acquire(key)
+    matched = len(lease.block_ids) * cache.block_size
+    cache.release(lease)
+    return matched
+
+
+def insert(cache: PrefixCache, key: bytes, blocks: np.ndarray) -> None:
+    lease = cache.acquire(key)
+    done = lease.num_tokens
+    cache.insert(lease, key[done * TOKEN_BYTES :], blocks[done // cache.block_size :])
+    cache.commit()
+    cache.release(lease)
+
+
+class Blocks:
+    """Hands out block ids that were never used."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def take(self, num_blocks: int) -> np.ndarray:
+        self.next += num_blocks
+        return np.arange(self.next - num_blocks, self.next, dtype=np.int32)
+
 
 CACHES = ("radix", "radix whole blocks", "flat_hash")
 LEAF_TOKENS = 128
@@ -165,7 +236,7 @@ def cells(config: Config) -> Iterator[Cell]:
 
 
 def alone(job: Callable[..., list[Row]], *arguments: Any) -> list[Row]:
-    """Runs a job with the garbage collector off: a collection would be charged to whoever's turn it is."""
+    """Runs a job with the garbage collector off: a collection would be charged to the cache whose turn it is."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -174,6 +245,77 @@ def alone(job: Callable[..., list[Row]], *arguments: Any) -> list[Row]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+COLUMNS = {
+    "cache": "{cache}",
+    "block": "{block_size}",
+    "operation": "{operation}",
+    "leaves": "{leaves}",
+    "mean us": "{mean_us:,.1f}",
+    "p50": "{p50_us:,.1f}",
+    "p99": "{p99_us:,.1f}",
+    "of it hash": "{hash_us:,.1f}",
+    "freed": "{freed}",
+    "B/token": "{memory}",
+}
+
+
+def show(data: Data) -> None:
+    """Prints a line an operation."""
+    rows = data["rows"]
+    shown = [
+        each
+        | {
+            "leaves": f"{each['num_leaves'] or '':,}" if each["num_leaves"] else "",
+            "freed": f"{each['num_freed_tokens']:.0f}" if each["num_freed_tokens"] else "",
+            "memory": f"{each['index_bytes_per_token']:.1f}" if "index_bytes_per_token" in each else "",
+        }
+        for each in rows
+    ]
+    print_table("Index operations, in us", COLUMNS, shown)
+
+
+def plot(data: Data) -> Figure:
+    """Draws the median time of each operation, a bar a cache."""
+    rows = data["rows"]
+    largest = max((each["num_leaves"] or 0 for each in rows), default=0)
+    mine = [each for each in rows if each["num_leaves"] in (None, largest) and each["cache"] != "any"]
+    mine = [each for each in mine if each["operation"] != "hash_8192"]
+    heights = {
+        f"{cache} {block_size}": {each["operation"]: each["p50_us"] for each in some}
+        for (cache, block_size), some in grouped(mine, "cache", "block_size").items()
+    }
+    figure, axis = pyplot().subplots()
+    draw_bars(axis, heights)
+    axis.set(yscale="log", ylabel="median, us", title=f"Index operations (evict64 at {largest:,} leaves)")
+    axis.legend()
+    return figure
+
+
+def answer(data: Data) -> str:
+    """One sentence, at block size 16."""
+    times = {(r["cache"], r["operation"]): r["p50_us"] for r in data["rows"] if r["block_size"] == 16}
+    if ("flat_hash", "admit") not in times or ("radix", "admit") not in times:
+        return "Nothing to compare: it needs radix and flat_hash at block size 16."
+    over = {name: times["flat_hash", name] / times["radix", name] for name in ("admit", "insert", "admit_8192")}
+    return (
+        f"{times['radix', 'admit']:.1f} us for an admission (median), 1/{over['admit']:.0f} of the flat hash with "
+        f"sha256 (1/{over['admit_8192']:.0f} at 8,192 cached tokens), {times['radix', 'insert']:.1f} us to publish, "
+        f"1/{over['insert']:.0f} of it."
+    )
+
+
+def costs(data: Data) -> Iterator[str]:
+    """Time and memory of the index at blocks of 16."""
+    found = {(r["cache"], r["operation"]): r for r in data["rows"] if r["block_size"] == 16}
+    flat, tree = (found.get((cache, "admit")) for cache in ("flat_hash", "radix"))
+    if flat and tree:
+        yield (
+            f"Time: an admission takes {tree['p50_us']:.0f} us in the tree and {flat['p50_us']:.0f} us in the flat "
+            f"hash, most of it sha256. Memory of the index: {tree['index_bytes_per_token']:.1f} bytes a cached "
+            f"token, {flat['index_bytes_per_token']:.1f} in the flat hash."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -189,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = Config(**asdict(config) | sizes | {"num_repeats": 5})
     if any(size < 1 or EVICTED_TOKENS % size for size in config.block_size):
         fail(f"--block-size: expected divisors of {EVICTED_TOKENS}, got {given.block_size}")
-    conduct("index_cost", given.out, config, cells(config), sys.modules[__name__])
+    run_experiment("index_cost", given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -13,21 +13,43 @@ right after it: a busy neighbour takes samples out instead of deciding the ratio
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
-import torch
+from experiments import attention
+from experiments.attention import (
+    Batch,
+    Canary,
+    Heads,
+    Peer,
+    Timing,
+    copy_bandwidth,
+    errors_of,
+    make_batch,
+    ours,
+    read_timing,
+    result_name,
+    start_clock,
+    time_sides,
+)
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    draw_bars,
+    fail,
+    grouped,
+    parser,
+    print_table,
+    pyplot,
+    run_experiment,
+)
 
-from experiments import kernel_peers
-from experiments.attention_batches import Batch, Heads, Peer, make_batch, ours
-from experiments.attention_timing import Canary, Timing, copy_bandwidth, errors_of, time_sides
-from experiments.lab.harness import Row, fail, parser, print_table
-from experiments.lab.plots import draw_bars, finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+ENTRY = Entry("kernels", seconds=35, place=1, report=("--context", "2048", "--patience", "10"))
 
 NAME = "kernel_bench"
 OURS = "radixkv torch"
@@ -70,20 +92,18 @@ def sides_of(batch: Batch, case: Case) -> dict[str, Peer]:
     """Name -> function; the first is ours."""
     sides = {OURS: ours(batch)}
     if case.kind == "decode":
-        sides["gather + SDPA"] = kernel_peers.gather_sdpa(batch)
-        sides[BY_SEQUENCE] = kernel_peers.gather_sdpa_by_sequence(batch)
+        sides["gather + SDPA"] = attention.gather_sdpa(batch)
+        sides[BY_SEQUENCE] = attention.gather_sdpa_by_sequence(batch)
     else:
-        sides["masked SDPA"] = kernel_peers.masked_sdpa(batch)
-        sides["two parts merged"] = kernel_peers.two_parts(batch)
-    sides["FlexAttention compiled"] = kernel_peers.flex(batch)
+        sides["masked SDPA"] = attention.masked_sdpa(batch)
+        sides["two parts merged"] = attention.two_parts(batch)
+    sides["FlexAttention compiled"] = attention.flex(batch)
     return sides
 
 
 def cells(config: Config) -> Iterator[Cell]:
     """A cell a case, with all its sides. With clock "cpu", sets PyTorch to one thread."""
-    if config.timing.clock == "cpu":
-        torch.set_num_threads(1)
-    canary = Canary(config.timing.canary_slack)
+    canary = start_clock(config.timing)
     for case in config.cases:
         name = f"{case.kind} {case.num_seqs} {case.q_len} {case.context} {case.dtype}"
         yield name, partial(measure, config, case, canary)
@@ -137,53 +157,45 @@ def show(data: Data) -> None:
     print_table("Attention on this CPU", columns, shown)
 
 
-def plot(path: Path) -> Path:
-    """KV bytes over time, decode cases, beside the copy bandwidth; from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """KV bytes over time, decode cases, beside the copy bandwidth."""
+    rows = data["rows"]
     rows = [r for r in rows if r["kind"] == "decode"] or rows
     figure, axes = pyplot().subplots()
-    speeds: dict[str, dict[str, float]] = {row["side"]: {} for row in rows}
-    for row in rows:
-        speeds[row["side"]][f"{row['context']} tokens\n{row['dtype']}"] = row["kv_bytes_per_s"] / 1e9
-    draw_bars(axes, speeds)
+    sides = grouped((r | {"case": f"{r['context']} tokens\n{r['dtype']}"} for r in rows), "side").items()
+    draw_bars(axes, {side: {row["case"]: row["kv_bytes_per_s"] / 1e9 for row in some} for side, some in sides})
     axes.axhline(rows[0]["copy_bytes_per_s"] / 1e9, color="gray", linewidth=1, label="copy, read + write")
     axes.set_ylabel("KV bytes over time, GB/s")
     axes.set_title(f"{rows[0]['kind'].capitalize()} of {rows[0]['num_seqs']} sequences from a paged cache, CPU")
     axes.legend()
-    return finish(figure, path)
+    return figure
 
 
 def answer(data: Data) -> str:
     """One sentence: the speed of each case over that of the best of what the question names, by medians."""
     told = []
-    for kind, dtype in dict.fromkeys((row["kind"], row["dtype"]) for row in data["rows"]):
-        mine = [row for row in data["rows"] if (row["kind"], row["dtype"]) == (kind, dtype)]
+    for (kind, dtype), mine in grouped(data["rows"], "kind", "dtype").items():
         ratios = []
-        for context in dict.fromkeys(row["context"] for row in mine):
-            times = {row["side"]: row["median_s"] for row in mine if row["context"] == context}
+        for context, some in grouped(mine, "context").items():
+            times = {row["side"]: row["median_s"] for row in some}
             best = min(taken for side, taken in times.items() if side not in (OURS, BY_SEQUENCE))
             ratios.append(f"{best / times[OURS]:.2f} on {context:,} tokens")
         told.append(f"{kind} in {dtype} {' and '.join(ratios)}")
     quiet = all(row["quiet"] for row in data["rows"])
-    mood = "" if quiet else " (the machine was never quiet for some of it)"
-    return f"Times the speed of the best plain torch: {'; '.join(told)}{mood}."
+    noise = "" if quiet else " (the machine was never quiet for some of it)"
+    return f"Times the speed of the best plain torch: {'; '.join(told)}{noise}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(NAME, __doc__)
     options.add_argument("--kind", choices=("decode", "prefill"))
     options.add_argument("--context", type=int, help="only cases of this many tokens")
-    options.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time of one thread")
-    options.add_argument("--patience", type=float, help="seconds a case may take")
-    given = options.parse_args(arguments)
-    config = SMOKE if given.smoke else FULL
+    given, config = read_timing(options, arguments, FULL, SMOKE)
     chosen = tuple(c for c in config.cases if given.kind in (None, c.kind) and given.context in (None, c.context))
     if not chosen:
         fail(f"--context: expected one of {sorted({c.context for c in config.cases})}, got {given.context}")
-    timing = replace(config.timing, clock=given.clock, patience_s=given.patience or config.timing.patience_s)
-    config = replace(config, cases=chosen, timing=timing)
-    name = NAME + ("_cpu_clock" if config.timing.clock == "cpu" else "")
-    conduct(name, given.out, config, cells(config), sys.modules[__name__])
+    config = replace(config, cases=chosen)
+    run_experiment(result_name(NAME, config.timing), given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -18,15 +18,26 @@ from functools import partial
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.lab.harness import Row, parser, resident_bytes
-from experiments.lab.run import Cell, conduct
-from experiments.load_report import answer, plot, show
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    draw_lines,
+    grouped,
+    parser,
+    print_table,
+    pyplot,
+    resident_bytes,
+    run_experiment,
+)
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.request import Request, SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 
-__all__ = ["answer", "plot", "show"]  # what shows the rows
+ENTRY = Entry("growth", seconds=13, place=1, report=("--nodes", "250000"))
 
 
 @dataclass(frozen=True)
@@ -104,10 +115,6 @@ def trees(sizes: Sequence[int], seed: int) -> Iterator[tuple[int, dict[str, floa
         for first, *rest in rng.integers(0, 2**31 - 1, (count, 5)).tolist():
             cache.release(cache.acquire([first % 1000, 0, 0, 0, *rest]))
 
-    def evict(count: int) -> None:
-        for _ in range(count):
-            cache.evict(1)
-
     for size in sizes:
         publish(size - num_nodes)
         num_nodes = size
@@ -152,12 +159,49 @@ def measure_trees(config: Config) -> list[Row]:
     ]
 
 
+def exponents(rows: Sequence[Row]) -> list[Row]:
+    """Fits seconds = a * size ** exponent to each kind, in logarithms."""
+    fits = []
+    for what, some in grouped(rows, "what").items():
+        size, seconds = np.log([row["size"] for row in some]), np.log([row["seconds"] for row in some])
+        exponent = float(np.polyfit(size, seconds, 1)[0])
+        fits.append({"what": what, "exponent": exponent, **{k: some[-1][k] for k in ("size", "seconds")}})
+    return fits
+
+
+def show(data: Data) -> None:
+    """Prints a line a kind: its largest size, its time there, and how it grows."""
+    columns = {"part": "{what}", "largest": "{size:,}", "CPU s": "{seconds:.3f}", "exponent": "{exponent:.2f}"}
+    last = [row for row in data["rows"] if "node_bytes" in row][-1]
+    notes = [f"{last['size']:,} nodes: {last['node_bytes']:,.0f} bytes of memory each"]
+    print_table("seconds = a * size ** exponent", columns, exponents(data["rows"]), notes)
+
+
+def plot(data: Data) -> Figure:
+    """Draws time against size."""
+    rows = data["rows"]
+    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.5))
+    lines = grouped(rows, "what")
+    for fit in exponents(rows):
+        label = f"{fit['what'].removeprefix('tree: ')}: exponent {fit['exponent']:.2f}"
+        draw_lines(axes[int(fit["what"].startswith("tree"))], {label: lines[fit["what"]]}, "size", "seconds")
+    for axis, title in zip(axes, ("requests, prompt tokens, decodes", "nodes; 2,000 operations"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel=title, ylabel="CPU seconds")
+    return figure
+
+
+def answer(data: Data) -> str:
+    """One sentence."""
+    told = [f"{f['what']} {f['exponent']:.2f} up to {f['size']:,}" for f in exponents(data["rows"])]
+    return f"Fitted exponents of time against size: {', '.join(told)}."
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("load", __doc__)
     options.add_argument("--nodes", type=int, default=Config.num_nodes, help="of the largest tree (1,000,000)")
     given = options.parse_args(arguments)
     config = Config(200, 10_000, 2**15, 32, 3) if given.smoke else Config(num_nodes=given.nodes)
-    conduct("load", given.out, config, cells(config), sys.modules[__name__])
+    run_experiment("load", given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

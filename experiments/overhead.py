@@ -20,9 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.lab.harness import Row, parser
-from experiments.lab.run import Cell, conduct
-from experiments.overhead_report import answer, plot, show
+from experiments.lab import Cell, Data, Entry, Figure, Row, parser, print_table, pyplot, run_experiment
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.engine.model.presets import TINY_GPT
@@ -32,7 +30,7 @@ from radixkv.scheduling.scheduler import Scheduler
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
 from radixkv.traces import TraceRequest
 
-__all__ = ["answer", "plot", "show"]  # what shows the rows
+ENTRY = Entry("index", seconds=15, place=3, report=("--repeats", "1"))
 
 CACHE_METHODS = ("peek", "acquire", "advance", "insert", "unpin_partial", "release", "cancel", "commit", "evict")
 
@@ -171,6 +169,64 @@ def _cell(config: Config, traffic: str, num_turns: int, machine: tuple[str, str]
     return [{"traffic": traffic, **measure(config, requests, machine, size, at_once)}]
 
 
+COLUMNS = {
+    "machine": "{machine}",
+    "traffic": "{traffic}",
+    "block": "{block_size}",
+    "open": "{num_open}",
+    "hits": "{hit_rate:.0%}",
+    "run s": "{duration_s:.1f}",
+    "steps": "{num_steps:,}",
+    "ms a step": "{step_ms:.1f}",
+    "tree s": "{tree_s:.3f}",
+    "scheduler s": "{scheduler_s:.3f}",
+    "plan s": "{plan_s:.3f}",
+    "share": "{share:.2%}",
+}
+
+
+def show(data: Data) -> None:
+    """Prints a line a cell."""
+    print_table("Host time of ShareGPT-like requests at simulated step times", COLUMNS, data["rows"])
+
+
+def plot(data: Data) -> Figure:
+    """Draws the shares of each run, in percent, stacked."""
+    rows = data["rows"]
+    figure, axis = pyplot().subplots(figsize=(9, 0.4 * len(rows) + 1.2))
+    labels = [f"{r['machine']}, {r['traffic']}, block {r['block_size']}, {r['num_open']} open" for r in rows]
+    left = np.zeros(len(rows))
+    for name in ("tree", "scheduler", "plan"):
+        width = np.array([100 * row[f"{name}_s"] / row["duration_s"] for row in rows])
+        axis.barh(labels, width, left=left, label=name)
+        left += width
+    axis.axvline(0.3, color="gray", linewidth=0.8, linestyle="--")
+    axis.invert_yaxis()
+    axis.set_xlabel("% of the run (the paper: 0.3)")
+    axis.legend()
+    return figure
+
+
+def answer(data: Data) -> str:
+    """One sentence, of the paper's setting."""
+    rows = [row for row in data["rows"] if row["machine"].endswith("a10g") and row["traffic"] == "zero hits"]
+    row = max(rows, key=lambda row: row["share"])
+    return (
+        f"At the paper's step times and with zero hits, tree, scheduler and plan take {row['share']:.2%} of a run of "
+        f"{row['duration_s']:.0f} s at most, the tree alone {row['tree_s'] / row['duration_s']:.2%}."
+    )
+
+
+def costs(data: Data) -> Iterator[str]:
+    """Host time on a GPU with short steps."""
+    shares = [row["share"] for row in data["rows"] if row["machine"].endswith("h100-sxm")]
+    if shares:
+        yield (
+            f"Tree, scheduler and plan together take {min(shares):.1%} to {max(shares):.1%} of a run at an H100's "
+            "step times (simulated)."
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("overhead", __doc__)
     options.add_argument("--repeats", type=int, default=Config.num_repeats, help="of each run, the quickest counts (3)")
@@ -178,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = Config(num_repeats=given.repeats)
     if given.smoke:
         config = replace(config, num_requests=10, num_open=(5,), block_sizes=(16,), num_repeats=1)
-    conduct("overhead", given.out, config, cells(config), sys.modules[__name__])
+    run_experiment("overhead", given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

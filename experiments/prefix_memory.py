@@ -7,24 +7,21 @@ so that the same requests run at once, and finish no later, as without a cache.
     python -m experiments.prefix_memory
 """
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, command, print_table, pyplot
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import OpenLoop, Roofline, Simulator, run, summarize
 from radixkv.traces import TraceRequest, open_workload
+
+ENTRY = Entry("serving", seconds=5, place=2)
 
 CACHES = ("null", "flat_hash", "radix")
 NUM_POINTS = 200
@@ -109,9 +106,9 @@ def show(data: Data) -> None:
     print_table(title, COLUMNS, data["rows"])
 
 
-def plot(path: Path) -> Path:
-    """Draws who holds the pool over time, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Draws who holds the pool over time."""
+    rows = data["rows"]
     figure, axes = pyplot().subplots(1, len(rows), figsize=(12, 4), sharey=True)
     for axis, row in zip(axes, rows, strict=True):
         held = [row["running_blocks"], row["cached_blocks"], row["free_blocks"]]
@@ -119,7 +116,7 @@ def plot(path: Path) -> Path:
         axis.set(title=row["cache"], xlabel="virtual time, s")
     axes[0].set(ylabel="blocks")
     axes[0].legend(loc="upper left")
-    return finish(figure, path)
+    return figure
 
 
 def answer(data: Data) -> str:
@@ -135,10 +132,7 @@ def answer(data: Data) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("prefix_memory", __doc__).parse_args(arguments)
-    config = Config(num_requests=200, num_blocks=2_500) if given.smoke else Config()
-    conduct("prefix_memory", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config(), Config(num_requests=200, num_blocks=2_500))
 
 
 if __name__ == "__main__":

@@ -6,23 +6,21 @@ on finish, concurrent arrivals with one system prompt hit nothing; published at 
     python -m experiments.publish_timing
 """
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import bars
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, bars, command, print_table
 from radixkv.blocks.kv_manager import KVManager, SequenceBlocks
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.tokens import TokenIds, pack
 from radixkv.scheduling.request import Request, SamplingParams
 from radixkv.scheduling.scheduler import Scheduler
+
+ENTRY = Entry("serving", seconds=1, place=4)
 
 
 @dataclass(frozen=True)
@@ -95,9 +93,9 @@ def show(data: Data) -> None:
     print_table(title, COLUMNS, data["rows"])
 
 
-def plot(path: Path) -> Path:
-    """Draws the hit rate of each, from the JSON alone."""
-    return bars(path, "arrivals", "published", "hit_rate", "hit rate", "When blocks are published")
+def plot(data: Data) -> Figure:
+    """Draws the hit rate of each."""
+    return bars(data["rows"], "arrivals", "published", "hit_rate", "hit rate", "When blocks are published")
 
 
 def answer(data: Data) -> str:
@@ -109,10 +107,7 @@ def answer(data: Data) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("publish_timing", __doc__).parse_args(arguments)
-    config = Config()
-    conduct("publish_timing", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config())
 
 
 if __name__ == "__main__":

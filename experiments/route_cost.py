@@ -9,24 +9,20 @@ the number of blocks.
     python -m experiments.route_cost
 """
 
-import json
 import random
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, command, grouped, print_table, pyplot, resident_bytes
 from radixkv.cache.events import BlockStored
 from radixkv.cache.tokens import pack, unpack
 from radixkv.fleet.routing.policies import CacheAware
+
+ENTRY = Entry("fleet", seconds=3, place=2)
 
 BLOCK_SIZE = 16
 NUM_TOKENS, NUM_SYSTEM_TOKENS, NUM_SYSTEMS = 4000, 1024, 20
@@ -60,17 +56,13 @@ def cells(config: Config) -> Iterator[Cell]:
 
 
 def measure(config: Config, num_replicas: int, num_blocks: int) -> list[Row]:
-    return [run(num_replicas, num_blocks, config.num_requests, config.seed)]
-
-
-def run(num_replicas: int, num_blocks: int, num_requests: int, seed: int = 0) -> Row:
-    """Fills a router's index, and measures requests that continue what is in it."""
-    rng = np.random.default_rng(seed)
-    random_bytes = random.Random(seed).randbytes
+    """Fills a router's index, and measures requests that continue what is in it; one row."""
+    num_requests, rng = config.num_requests, np.random.default_rng(config.seed)
+    random_bytes = random.Random(config.seed).randbytes
     systems = rng.integers(0, 150_000, (NUM_SYSTEMS, NUM_SYSTEM_TOKENS), np.int32)
     names = [f"replica{i}" for i in range(num_replicas)]
     router = CacheAware(names, block_size=BLOCK_SIZE)
-    before, event_s = _resident_bytes(), 0.0
+    before, event_s = resident_bytes(), 0.0
     # By replica and system prompt, the hash of its last block.
     ends: dict[tuple[str, int], bytes] = {}
     texts, total, num_stored = [], 0, 0
@@ -91,7 +83,7 @@ def run(num_replicas: int, num_blocks: int, num_requests: int, seed: int = 0) ->
             texts.append(text)
         total += len(hashes)
         num_stored += 1
-    grown = _resident_bytes() - before
+    grown = resident_bytes() - before
     prompts = [
         pack(np.concatenate([texts[at], rng.integers(0, 150_000, 200, np.int32)]))
         for at in rng.integers(0, len(texts), num_requests)
@@ -109,7 +101,7 @@ def run(num_replicas: int, num_blocks: int, num_requests: int, seed: int = 0) ->
             router.finish(live.pop(0))
 
     route_us = _times_us(route, prompts)
-    return {
+    row = {
         "num_replicas": num_replicas,
         "num_blocks": total,
         "num_requests": num_requests,
@@ -121,6 +113,7 @@ def run(num_replicas: int, num_blocks: int, num_requests: int, seed: int = 0) ->
         "event_us_per_block": event_s * 1e6 / total,
         "bytes_per_block": grown / total,
     }
+    return [row]
 
 
 def _times_us(call: Callable[[bytes], object], prompts: Sequence[bytes]) -> list[float]:
@@ -130,12 +123,6 @@ def _times_us(call: Callable[[bytes], object], prompts: Sequence[bytes]) -> list
         call(prompt)
         times.append((time.thread_time_ns() - started) / 1e3)
     return times
-
-
-def _resident_bytes() -> int:
-    if not Path("/proc/self/statm").exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def show(data: Data) -> None:
@@ -153,12 +140,10 @@ def answer(data: Data) -> str:
     )
 
 
-def plot(path: Path) -> Path:
-    """Draws the times against what is cached, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Draws the times against what is cached."""
     figure, axes = pyplot().subplots()
-    for count in sorted({row["num_replicas"] for row in rows}):
-        mine = [row for row in rows if row["num_replicas"] == count]
+    for count, mine in grouped(data["rows"], "num_replicas").items():
         blocks = [row["num_blocks"] for row in mine]
         (line,) = axes.plot(blocks, [row["route_p50_us"] for row in mine], marker="o", label=f"route, {count} replicas")
         matches = [row["match_p50_us"] for row in mine]
@@ -167,13 +152,10 @@ def plot(path: Path) -> Path:
         xscale="log", xlabel="cached blocks", ylabel="CPU time, p50 (us)", title="Choosing a replica", ylim=(0, None)
     )
     axes.legend()
-    return finish(figure, path)
+    return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("route_cost", __doc__).parse_args(arguments)
-    config = Config((10_000, 30_000), num_requests=300) if given.smoke else Config()
-    conduct("route_cost", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config(), Config((10_000, 30_000), num_requests=300))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lab.harness import Row, console, fail, print_table, progress, save
-from experiments.lab.plots import pyplot
+from experiments.lab import Figure, Row, console, fail, png, print_table, progress, pyplot, save
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.request import SamplingParams
 
@@ -87,7 +86,7 @@ async def converse(handle: Any, config: Config, title: str) -> tuple[Answers, li
     at_once = asyncio.Semaphore(config.num_at_once)
     with progress(title, config.num_conversations * config.num_turns) as bar:
 
-        async def hold(which: int, turns: list[list[int]]) -> None:
+        async def converse_one(which: int, turns: list[list[int]]) -> None:
             async with at_once:
                 said: list[int] = []
                 rng = np.random.default_rng([config.seed, which])
@@ -113,7 +112,7 @@ async def converse(handle: Any, config: Config, title: str) -> tuple[Answers, li
                     said += found
                     bar.advance(bar.task_ids[0])
 
-        await asyncio.gather(*(hold(which, turns) for which, turns in enumerate(questions(config))))
+        await asyncio.gather(*(converse_one(which, turns) for which, turns in enumerate(questions(config))))
     return answers, records
 
 
@@ -175,15 +174,16 @@ def run(num_replicas: int, out: Path, *, smoke: bool = False) -> None:
         ray.shutdown()
     print_table("The same conversations, the same tokens as one engine", COLUMNS, rows)
     path = save(out, "routing_ray", asdict(config), rows)
-    console.print(f"{path}\n{plot(rows, out / 'routing_ray.png')}", highlight=False)
+    picture = path.with_suffix(".png")
+    picture.write_bytes(png(plot(rows)))
+    console.print(f"{path}\n{picture}", highlight=False)
 
 
-def plot(rows: list[Row], path: Path) -> Path:
+def plot(rows: list[Row]) -> Figure:
     """Draws hit rate and time to first token of each router."""
     figure, axes = pyplot().subplots(1, 2, figsize=(7, 3.2))
     for axis, name, title in zip(axes, ("hit_rate", "ttft_p50_ms"), ("hit rate", "TTFT p50 (ms)"), strict=True):
         axis.bar([row["router"] for row in rows], [row[name] for row in rows], 0.5, color=["C7", "C0"])
         axis.set(title=title, ylim=(0, None))
     figure.tight_layout()
-    figure.savefig(path)
-    return path
+    return figure

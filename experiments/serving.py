@@ -3,17 +3,22 @@
 What the metrics are is said in `radixkv.simulate.report`.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.lab.harness import Row
-from radixkv.engine.engine import Engine
+from experiments.lab import Row
 from radixkv.scheduling.request import RequestOutput, SamplingParams
 from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import Served, report
+
+if TYPE_CHECKING:  # it loads torch
+    from radixkv.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ def serve(
         elif waiting:
             time.sleep(max(min(waiting[-1][1].at_s - now, 0.01), 0))
     return [generations[index].output() for index in range(len(arrivals))]
+
+
+def warm_up(engine: Engine) -> None:
+    """Makes the first calls of everything, so that no measurement has them."""
+    serve(engine, [Arrival(0.0, tuple(range(40)), 4)] * 2)
 
 
 COLUMNS = {

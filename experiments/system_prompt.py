@@ -7,20 +7,18 @@ tenant's salt in front leaves nothing, with no error anywhere; the same at the p
     python -m experiments.system_prompt
 """
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import bars
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, bars, command, print_table
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
 from radixkv.cache.namespace import Namespace, Salt
+
+ENTRY = Entry("prefixes", seconds=1, place=3)
 
 CACHES = ("flat_hash", "radix")
 BREAKERS = ("nothing", "time in front", "tools reordered", "salt a user", "time at the end", "salt after the prompt")
@@ -96,9 +94,11 @@ def show(data: Data) -> None:
     print_table(title, COLUMNS, data["rows"])
 
 
-def plot(path: Path) -> Path:
-    """Draws what is saved, from the JSON alone."""
-    return bars(path, "part", "cache", "saved", "share of the prompt tokens not computed", "What breaks a prefix")
+def plot(data: Data) -> Figure:
+    """Draws what is saved."""
+    return bars(
+        data["rows"], "part", "cache", "saved", "share of the prompt tokens not computed", "What breaks a prefix"
+    )
 
 
 def answer(data: Data) -> str:
@@ -112,10 +112,7 @@ def answer(data: Data) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("system_prompt", __doc__).parse_args(arguments)
-    config = Config(num_requests=40) if given.smoke else Config()
-    conduct("system_prompt", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config(), Config(num_requests=40))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,19 @@ chance; the second still shares the public prompt.
     python -m experiments.timing_channel --smoke
 """
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, command, grouped, print_table, pyplot
 from radixkv.cache.namespace import Salt
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.request import SamplingParams
+
+ENTRY = Entry("serving", seconds=20, place=3)
 
 RULES = ("no salt", "a salt a tenant", "a salt after the public prompt")
 
@@ -101,29 +98,31 @@ def show(data: Data) -> None:
 
 def _summaries(data: Data) -> list[Row]:
     found = []
-    for rule in RULES:
-        mine = [row for row in data["rows"] if row["rule"] == rule]
-        hit = [row["ttfts_ms"][row["secret"]] for row in mine]
-        miss = [t for row in mine for i, t in enumerate(row["ttfts_ms"]) if i != row["secret"]]
+    for rule, mine in grouped(data["rows"], "rule").items():
+        hit, miss = _hits_and_misses(mine)
         right = sum(row["is_right"] for row in mine)
         row = {"rule": rule, "right": right, "rounds": len(mine), "chance": 1 / data["config"]["num_secrets"]}
         found.append(row | {"hit": median(hit), "miss": median(miss)})
     return found
 
 
-def plot(path: Path) -> Path:
-    """Draws the times of the secret and of the other guesses, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
-    figure, axes = pyplot().subplots(1, len(RULES), figsize=(11, 4), sharey=True)
-    for axis, rule in zip(axes, RULES, strict=True):
-        mine = [row for row in rows if row["rule"] == rule]
-        hit = [row["ttfts_ms"][row["secret"]] for row in mine]
-        miss = [t for row in mine for i, t in enumerate(row["ttfts_ms"]) if i != row["secret"]]
+def _hits_and_misses(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """Times of the guesses that are the secret, and of the others, in ms."""
+    hit = [row["ttfts_ms"][row["secret"]] for row in rows]
+    return hit, [t for row in rows for i, t in enumerate(row["ttfts_ms"]) if i != row["secret"]]
+
+
+def plot(data: Data) -> Figure:
+    """Draws the times of the secret and of the other guesses."""
+    rules = grouped(data["rows"], "rule")
+    figure, axes = pyplot().subplots(1, len(rules), figsize=(11, 4), sharey=True)
+    for axis, (rule, mine) in zip(axes, rules.items(), strict=True):
+        hit, miss = _hits_and_misses(mine)
         for values, label in ((miss, "other guesses"), (hit, "the victim's secret")):
             axis.hist(values, bins=20, alpha=0.7, label=label, density=True)
         axis.set(title=rule, xlabel="TTFT, ms")
     axes[0].legend()
-    return finish(figure, path)
+    return figure
 
 
 def answer(data: Data) -> str:
@@ -133,10 +132,7 @@ def answer(data: Data) -> str:
     return f"By the clock another tenant's secret is guessed right in {', '.join(told)} ({chance:.0%} by chance)."
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("timing_channel", __doc__).parse_args(arguments)
-    config = Config(num_rounds=4) if given.smoke else Config()
-    conduct("timing_channel", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config(), Config(num_rounds=4))
 
 
 if __name__ == "__main__":

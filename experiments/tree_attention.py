@@ -14,22 +14,44 @@ beforehand, as one serves all layers.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from experiments import kernel_peers
-from experiments.attention_batches import Batch, Heads, Peer, make_batch, ours
-from experiments.attention_timing import Canary, Timing, errors_of, time_sides
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import draw_bars, finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments import attention
+from experiments.attention import (
+    Batch,
+    Canary,
+    Heads,
+    Peer,
+    Timing,
+    errors_of,
+    make_batch,
+    ours,
+    read_timing,
+    result_name,
+    start_clock,
+    time_sides,
+)
+from experiments.lab import (
+    Cell,
+    Data,
+    Entry,
+    Figure,
+    Row,
+    draw_bars,
+    grouped,
+    parser,
+    print_table,
+    pyplot,
+    run_experiment,
+)
+
+ENTRY = Entry("kernels", seconds=75, place=4, report=("--patience", "6"))
 
 NAME = "tree_attention"
 
@@ -83,9 +105,7 @@ def rates(config: Config, batch: Batch) -> dict[str, tuple[Peer, float]]:
 
 def cells(config: Config) -> Iterator[Cell]:
     """A cell a case. Clock "cpu" sets PyTorch to one thread."""
-    if config.timing.clock == "cpu":
-        torch.set_num_threads(1)
-    canary = Canary(config.timing.canary_slack)
+    canary = start_clock(config.timing)
     for case in config.cases:
         yield f"{case.num_seqs} {case.prefix} {case.own} {case.dtype}", partial(measure, config, case, canary)
 
@@ -96,9 +116,9 @@ def measure(config: Config, case: Case, canary: Canary) -> list[Row]:
     sides = {
         "tree": ours(batch, shared=True),
         "paged": ours(batch, shared=False),
-        "gather + SDPA": kernel_peers.gather_sdpa(batch),
-        "gather + SDPA by sequence": kernel_peers.gather_sdpa_by_sequence(batch),
-        "naive": kernel_peers.as_people_write_it(batch),
+        "gather + SDPA": attention.gather_sdpa(batch),
+        "gather + SDPA by sequence": attention.gather_sdpa_by_sequence(batch),
+        "naive": attention.as_people_write_it(batch),
     }
     if not torch.equal(sides["tree"](), sides["paged"]()):
         raise AssertionError(f"{case}: shared and unshared differ")
@@ -147,21 +167,19 @@ def show(data: Data) -> None:
     print_table("Decode on this CPU", COLUMNS, [r | {"ms": r["median_s"] * 1e3} for r in data["rows"]])
 
 
-def plot(path: Path) -> Path:
-    """Speedup against sharing and prefix length beside the ideal, from the JSON."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Speedup against sharing and prefix length beside the ideal."""
+    rows = data["rows"]
     figure, axes = pyplot().subplots(figsize=(9, 5))
-    times: dict[str, dict[str, float]] = {f"over {r['side']}": {} for r in rows if r["side"] != "tree"}
-    for row in rows:
-        if row["side"] != "tree":
-            case = f"{row['num_seqs']} on\n{row['prefix']}+{row['own']}\n{row['dtype']}"
-            times[f"over {row['side']}"][case] = row["tree_is_faster_by"]
+    cases = [r | {"case": f"{r['num_seqs']} on\n{r['prefix']}+{r['own']}\n{r['dtype']}"} for r in rows]
+    sides = grouped((row for row in cases if row["side"] != "tree"), "side").items()
+    times = {f"over {side}": {row["case"]: row["tree_is_faster_by"] for row in some} for side, some in sides}
     draw_bars(axes, times, fontsize=8)
     ideal = [row["ideal"] for row in rows if row["side"] == "tree"]
     axes.plot(range(len(ideal)), ideal, "_", color="gray", markersize=24, label="bytes: n(P + U) / (P + nU)")
     axes.set(yscale="log", ylabel="times as fast")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize=8)
-    return finish(figure, path)
+    return figure
 
 
 def answer(data: Data) -> str:
@@ -179,14 +197,8 @@ def answer(data: Data) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(NAME, __doc__)
-    options.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time of one thread")
-    options.add_argument("--patience", type=float, help="seconds a case may take")
-    given = options.parse_args(argv)
-    config = SMOKE if given.smoke else FULL
-    timing = replace(config.timing, clock=given.clock, patience_s=given.patience or config.timing.patience_s)
-    config = replace(config, timing=timing)
-    name = NAME + ("_cpu_clock" if config.timing.clock == "cpu" else "")
-    conduct(name, given.out, config, cells(config), sys.modules[__name__])
+    given, config = read_timing(options, argv, FULL, SMOKE)
+    run_experiment(result_name(NAME, config.timing), given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

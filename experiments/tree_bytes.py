@@ -17,9 +17,10 @@ batch.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,191 @@ from pathlib import Path
 import numpy as np
 from radixkv_kernels import TreePlan
 
-from experiments.lab.harness import Row, parser, shared_traces
-from experiments.lab.run import Cell, conduct
-from experiments.tree_bytes_report import answer, plot, show
-from experiments.tree_shapes import SHAPES, make_tables
-from experiments.tree_snapshots import Serving, snapshots
+from experiments.lab import Cell, Data, Entry, Figure, Row, grouped, parser, print_table, pyplot, run_experiment
+from experiments.workloads import shared_traces
+from radixkv.blocks.kv_manager import KVManager
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.scheduling.request import Request, SamplingParams
+from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
+from radixkv.scheduling.sequence import Sequence as Running
+from radixkv.traces import open_trace
+from radixkv.traces.request import TraceRequest
 
-__all__ = ["answer", "plot", "show"]  # what shows the rows
+ENTRY = Entry("kernels", seconds=6, place=2)
+
+Segments = list[tuple[int, int]]
+"""A sequence: (segment, tokens) from the root on; equal numbers are the same tokens."""
+
+
+def layered(fan_outs: tuple[int, ...], tokens: tuple[int, ...], rng: random.Random, own: int = 256) -> list[Segments]:
+    """A regular tree: level i has fan_outs[i] children a node, each of tokens[i] tokens; then up to `own` of a leaf."""
+    fresh = itertools.count()
+    paths: list[Segments] = [[]]
+    for fan_out, length in zip(fan_outs, tokens, strict=True):
+        paths = [[*path, (next(fresh), length)] for path in paths for _ in range(fan_out)]
+    return [[*path, (next(fresh), rng.randint(1, own))] for path in paths]
+
+
+def agents(rng: random.Random, num_seqs: int) -> list[Segments]:
+    """A system prompt, some task prompts, and conversations that branch at ragged turns."""
+    fresh = itertools.count()
+    live: list[Segments] = [[(next(fresh), 1500 + rng.randint(0, 1000))]]
+    while len(live) < num_seqs:
+        parent = rng.choice(live)
+        kept = parent[: rng.randint(1, len(parent))]
+        live.append([*kept, *((next(fresh), rng.randint(20, 900)) for _ in range(rng.randint(1, 3)))])
+    return [[*path, (next(fresh), rng.randint(1, 60))] for path in live]
+
+
+def beams(rng: random.Random, width: int, prompt: int, steps: int) -> list[Segments]:
+    """Beam search: each step every survivor is an extension of a random survivor of the step before."""
+    fresh = itertools.count()
+    live: list[Segments] = [[(next(fresh), prompt)]] * width
+    for _ in range(steps):
+        parents = [rng.choice(live) for _ in range(width)]
+        live = [[*parent, (next(fresh), rng.randint(8, 40))] for parent in parents]
+    return live
+
+
+def _regular() -> Iterator[tuple[str, Callable[[random.Random], list[Segments]]]]:
+    for fan_outs, tokens in (
+        ((1, 2), (128, 128)),
+        ((1, 8), (128, 128)),
+        ((1, 64), (128, 128)),
+        ((1, 16), (1024, 256)),
+        ((1, 64), (1024, 128)),
+        ((1, 4), (4096, 512)),
+        ((1, 32), (4096, 128)),
+        ((1, 64), (8192, 512)),
+        ((2, 8), (1024, 512)),
+        ((4, 16), (2048, 256)),
+        ((1, 2, 4), (512, 256, 128)),
+        ((1, 4, 4), (1024, 512, 256)),
+        ((1, 8, 8), (2048, 256, 128)),
+        ((1, 16, 2), (4096, 1024, 256)),
+        ((1, 2, 32), (128, 2048, 128)),
+        ((2, 2, 16), (8192, 1024, 128)),
+        ((1, 2, 2, 2), (512, 512, 512, 512)),
+        ((1, 4, 4, 4), (1024, 256, 256, 128)),
+        ((1, 2, 4, 8), (2048, 1024, 512, 256)),
+        ((1, 8, 2, 4), (200, 1000, 300, 700)),
+    ):
+        label = f"{'x'.join(map(str, fan_outs))} of {'/'.join(map(str, tokens))}"
+        yield label, lambda rng, f=fan_outs, t=tokens: layered(f, t, rng)  # type: ignore[misc]
+
+
+SHAPES: dict[str, Callable[[random.Random], list[Segments]]] = {
+    **dict(_regular()),
+    "agents, 16": lambda rng: agents(rng, 16),
+    "agents, 64": lambda rng: agents(rng, 64),
+    "agents, 256": lambda rng: agents(rng, 256),
+    "beam search": lambda rng: beams(rng, 16, 1000, 40),
+    "beam search, wide": lambda rng: beams(rng, 64, 300, 60),
+    "self-consistency, n = 100": lambda rng: layered((1, 100), (2000, 1), rng, own=1000),
+    "self-consistency, long prompt": lambda rng: layered((1, 100), (7777, 1), rng, own=1000),
+    "nothing shared": lambda rng: layered((32,), (2000,), rng),
+}
+
+
+def make_tables(name: str, block_size: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+    """Block tables [num_seqs, max_blocks] int32 and lengths [num_seqs] of one of SHAPES, sequences shuffled.
+
+    Whole blocks of a common prefix are the same; the block in which sequences part is each one's own, as in a cache.
+    """
+    sequences = SHAPES[name](rng)
+    rng.shuffle(sequences)
+    ids: dict[tuple[object, ...], int] = {}
+    rows = []
+    for path in sequences:
+        filled = 0
+        blocks: list[tuple[int, tuple[object, ...]]] = []
+        key: tuple[object, ...] = ()
+        for segment, tokens in path:
+            end = filled + tokens
+            key = (*key, segment)
+            while len(blocks) < end // block_size:
+                blocks.append((len(blocks), key))
+            filled = end
+        if filled % block_size:
+            blocks.append((len(blocks), key))
+        row = [ids.setdefault(block, len(ids)) for block in blocks]
+        rows.append((row, filled))
+    table = np.full((len(rows), max(len(row) for row, _ in rows)), -1, dtype=np.int32)
+    for s, (row, _) in enumerate(rows):
+        table[s, : len(row)] = row
+    names = np.random.default_rng(rng.randrange(1 << 30)).permutation(len(ids))
+    lens = np.array([filled for _, filled in rows])
+    return np.where(table >= 0, names[table], -1).astype(np.int32), lens
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a trace is served; sizes in tokens."""
+
+    tokenizer: str = "qwen3"
+    num_requests: int = 400
+    max_prompt_tokens: int = 32_768
+    """Longer prompts are left out, and empty ones."""
+    output_tokens: int = 64
+    """At most, and where the trace has no outputs."""
+    pool_tokens: int = 1 << 21
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    every_steps: int = 16
+    min_seqs: int = 8
+    """Batches of fewer decoding sequences are not looked at."""
+
+
+def snapshots(path: str, serving: Serving, block_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Block tables [num_seqs, max_blocks] int32 and lengths [num_seqs] of the sequences that decode in a step."""
+    manager = KVManager(RadixCache(block_size), serving.pool_tokens // block_size)
+    limits = SchedulerConfig(serving.max_num_batched_tokens, serving.max_num_seqs)
+    scheduler = Scheduler(manager, limits)
+    outputs: dict[str, np.ndarray] = {}
+    for number, request in enumerate(_first(path, serving)):
+        output = np.frombuffer(request.output, np.int32)[: serving.output_tokens]
+        length = len(output) or serving.output_tokens
+        name = str(number)
+        outputs[name] = output
+        prompt = tuple(np.frombuffer(request.prompt, np.int32).tolist())
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        scheduler.add(Request(name, prompt, params, request.namespace))
+    step = 0
+    while scheduler.has_unfinished:
+        batch = scheduler.schedule()
+        sequences = list(scheduler.batch)
+        step += 1
+        decoding = [item for item in batch.sequences if item.num_tokens == 1]
+        if step % serving.every_steps == 0 and len(decoding) >= serving.min_seqs:
+            lens = np.array([item.end for item in decoding])
+            table = np.full((len(decoding), -(-int(lens.max()) // block_size)), -1, np.int32)
+            for row, item in zip(table, decoding, strict=True):
+                row[: len(item.block_table)] = item.block_table[: len(row)]
+            yield table, lens
+        scheduler.commit()
+        for sequence, item in zip(sequences, batch.sequences, strict=True):
+            if item.needs_logits:
+                scheduler.append_token(sequence, _next_token(sequence, outputs[sequence.request.request_id]))
+                if len(sequence.generated_token_ids) == sequence.request.sampling_params.max_tokens:
+                    scheduler.finish(sequence)
+
+
+def _first(path: str, serving: Serving) -> Iterator[TraceRequest]:
+    """The first requests that are short enough, and have a prompt."""
+    count = 0
+    for request in open_trace(path, tokenizer=serving.tokenizer):
+        if 0 < request.num_prompt_tokens <= serving.max_prompt_tokens:
+            yield request
+            count += 1
+            if count == serving.num_requests:
+                return
+
+
+def _next_token(sequence: Running, output: np.ndarray) -> int:
+    """The trace's, or where it has none one that no other sequence has: samples of one prompt differ."""
+    position = len(sequence.generated_token_ids)
+    return int(output[position]) if len(output) else (sequence.sequence_id * 1009 + position) % 100_003
+
 
 NAME = "tree_bytes"
 TRACES = (
@@ -143,6 +322,78 @@ def cells(config: Config) -> Iterator[Cell]:
         yield f"trace {Path(path).name}", partial(trace_rows, config, path)
 
 
+MEASURES = ("read", "floor", "all")
+COLUMNS = {
+    "trace": "{tree}",
+    "n": "{num_batches}",
+    "seqs": "{num_seqs:.0f}",
+    "items": "{num_items:.0f}",
+    "logical": "{ideal:.2f}",
+    "read": "{read_of_unique:.3f}",
+    "worst": "{worst_read:.3f}",
+    "floor": "{floor_of_unique:.3f}",
+    " worst": "{worst_floor:.3f}",
+    "+ partials": "{all_of_unique:.3f}",
+    "worst ": "{worst_all:.3f}",
+    "of saved": "{saved}",
+}
+
+
+def show(data: Data) -> None:
+    """Prints a line a tree and trace, and one for all trees and all traces."""
+    shown = []
+    for kind, rows in grouped(data["rows"], "kind").items():
+        for row in rows:
+            saved = "-" if row["partial_of_saved"] is None else f"{row['partial_of_saved']:.3f}"
+            worst = {f"worst_{of}": row[f"{of}_of_unique"] for of in MEASURES}
+            shown.append({"num_batches": 1, **worst, **row, "saved": saved})
+        shown.append({"tree": f"all {kind}s", "num_seqs": 0, "num_items": 0, "saved": "-", **_all(rows)})
+    print_table("Bytes of a decode step, over those of the unique KV (group size 4, bfloat16)", COLUMNS, shown)
+
+
+def _all(rows: list[Row]) -> Row:
+    """Means and worst."""
+    means = {
+        key: float(np.mean([row[key] for row in rows])) for key in ("ideal", *(f"{of}_of_unique" for of in MEASURES))
+    }
+    worst = {}
+    for of in MEASURES:
+        key = f"worst_{of}"
+        worst[key] = max(float(row[key] if key in row else row[f"{of}_of_unique"]) for row in rows)
+    return means | worst | {"num_batches": len(rows)}
+
+
+def plot(data: Data) -> Figure:
+    """Bytes over unique bytes of each tree and trace."""
+    rows = data["rows"]
+    figure, axes = pyplot().subplots(figsize=(8, 0.2 * len(rows) + 1.5))
+    at = np.arange(len(rows))
+    read = [row["read_of_unique"] for row in rows]
+    axes.barh(at, read, 0.8, label="KV")
+    axes.barh(at, [r["all_of_unique"] - r["read_of_unique"] for r in rows], 0.8, left=read, label="partial results")
+    axes.set_yticks(at, [row["tree"] for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="gray", linewidth=0.8)
+    axes.set_xlabel("bytes over unique KV bytes")
+    axes.set_xlim(0.9)
+    axes.legend()
+    return figure
+
+
+def answer(data: Data) -> str:
+    """One sentence."""
+    told = []
+    for kind, rows in grouped(data["rows"], "kind").items():
+        a = _all(rows)
+        told.append(
+            f"over {len(rows)} {kind}s {a['read_of_unique']:.2f} times the unique KV (worst {a['worst_read']:.2f}; "
+            f"no plan of whole cells reads less than {a['floor_of_unique']:.2f}, {a['worst_floor']:.2f}) "
+            f"and with partial results {a['all_of_unique']:.2f} ({a['worst_all']:.2f}), where each by "
+            f"itself reads {a['ideal']:.1f}"
+        )
+    return f"A decode step reads {'; '.join(told)}."
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(NAME, __doc__)
     options.add_argument("--trace", nargs="+", help="trace files; default: the public ones, where they are")
@@ -152,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = Config(traces=tuple(found), serving=replace(Serving(), tokenizer=given.tokenizer))
     if given.smoke:
         config = replace(config, shapes=("1x8 of 128/128", "beam search"), traces=tuple(given.trace or ()))
-    conduct(NAME, given.out, config, cells(config), sys.modules[__name__])
+    run_experiment(NAME, given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -10,25 +10,23 @@ decoding gets several times as fast; where nothing is shared nothing changes.
     python -m experiments.tree_serving --smoke                      # does it run?
 """
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, grouped, parser, print_table, pyplot, run_experiment
 from radixkv.blocks.config import CacheConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.tree_plans import MODES
 from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import SchedulerConfig
+
+ENTRY = Entry("serving", seconds=45, place=6)
 
 
 @dataclass(frozen=True)
@@ -118,17 +116,16 @@ COLUMNS = {
 }
 
 
-def plot(path: Path) -> Path:
-    """Decode throughput against the shared prefix, a line a mode; from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Decode throughput against the shared prefix, a line a mode."""
     figure, axes = pyplot().subplots()
-    prefixes = list(dict.fromkeys(row["prefix"] for row in rows))
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        axes.plot(range(len(prefixes)), [r["tokens_per_s"] for r in rows if r["mode"] == mode], "o-", label=mode)
+    prefixes = list(grouped(data["rows"], "prefix"))
+    for mode, rows in grouped(data["rows"], "mode").items():
+        axes.plot(range(len(prefixes)), [row["tokens_per_s"] for row in rows], "o-", label=mode)
     axes.set_xticks(range(len(prefixes)), [f"{p:,}" for p in prefixes])
     axes.set(xlabel="tokens that all requests share", ylabel="decoded tokens a second", ylim=(0, None))
     axes.legend()
-    return finish(figure, path)
+    return figure
 
 
 def show(data: Data) -> None:
@@ -163,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         output_tokens=6 if given.smoke else given.output_tokens,
         clock=given.clock,
     )
-    conduct("tree_serving", given.out, config, cells(config), sys.modules[__name__])
+    run_experiment("tree_serving", given.out, config, sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -8,19 +8,17 @@ the tree none.
     python -m experiments.work_savings
 """
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import bars
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Data, Entry, Figure, Row, bars, command, print_table
 from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.blocks.replay import Replay
+
+ENTRY = Entry("prefixes", seconds=1, place=2)
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def measure(config: Config, length: int, cache: str) -> list[Row]:
     replay = Replay(CacheConfig(cache, config.block_size))
     for suffix in config.suffixes:
         own = rng.integers(0, 32_000, suffix, dtype=np.int32)
-        own[0] = 32_000 + suffix  # nobody else's
+        own[0] = 32_000 + suffix  # no other request's
         replay.feed(np.concatenate([prefix, own]))
     computed = replay.num_prompt_tokens - replay.num_cached_tokens
     row = {"prefix_tokens": length, "cache": cache, "num_prompt_tokens": replay.num_prompt_tokens}
@@ -69,9 +67,11 @@ def show(data: Data) -> None:
     print_table(f"Prefill of {len(sizes['suffixes'])} requests, blocks of {sizes['block_size']}", COLUMNS, data["rows"])
 
 
-def plot(path: Path) -> Path:
-    """Draws the tokens computed, from the JSON alone."""
-    return bars(path, "prefix_tokens", "cache", "num_computed_tokens", "tokens computed", "Prefill of 8 requests")
+def plot(data: Data) -> Figure:
+    """Draws the tokens computed."""
+    return bars(
+        data["rows"], "prefix_tokens", "cache", "num_computed_tokens", "tokens computed", "Prefill of 8 requests"
+    )
 
 
 def answer(data: Data) -> str:
@@ -85,10 +85,7 @@ def answer(data: Data) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("work_savings", __doc__).parse_args(arguments)
-    config = Config()
-    conduct("work_savings", given.out, config, cells(config), sys.modules[__name__])
+main = command(__name__, Config())
 
 
 if __name__ == "__main__":

@@ -7,19 +7,16 @@ the index all the same, which should be next to nothing.
     python -m experiments.workload_worth
 """
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from experiments.lab.harness import Row, parser, print_table
-from experiments.lab.plots import draw_bars, finish, pyplot
-from experiments.lab.run import Cell, Data, conduct
+from experiments.lab import Cell, Cells, Data, Entry, Figure, Row, command, draw_bars, grouped, print_table, pyplot
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
 from radixkv.traces import open_workload
+
+ENTRY = Entry("prefixes", seconds=6, place=6)
 
 # (cache, block size); a batch of unrelated prompts is "uniform"
 CACHES = (("flat_hash", 16), ("radix", 16), ("flat_hash", 128), ("radix", 128))
@@ -86,17 +83,16 @@ def show(data: Data) -> None:
     print_table("Prompt tokens found, outputs cached too", COLUMNS, data["rows"])
 
 
-def plot(path: Path) -> Path:
-    """Draws the hit rate of each workload, from the JSON alone."""
-    rows = json.loads(path.read_text())["rows"]
+def plot(data: Data) -> Figure:
+    """Draws the hit rate of each workload."""
+    rows = data["rows"]
     figure, axis = pyplot().subplots()
-    rates: dict[str, dict[str, float]] = {f"{row['cache']} {row['block_size']}": {} for row in rows}
-    for row in rows:
-        rates[f"{row['cache']} {row['block_size']}"][row["workload"]] = row["hit_rate"]
+    caches = grouped(rows, "cache", "block_size").items()
+    rates = {f"{name} {size}": {row["workload"]: row["hit_rate"] for row in some} for (name, size), some in caches}
     draw_bars(axis, rates, rotation=30, ha="right")
     axis.set(ylabel="hit rate", ylim=(0, 1.2), title="What traffic is worth to a prefix cache")
     axis.legend(loc="upper center", ncols=len(rates), fontsize=8)
-    return finish(figure, path)
+    return figure
 
 
 def answer(data: Data) -> str:
@@ -111,10 +107,23 @@ def answer(data: Data) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser("workload_worth", __doc__).parse_args(arguments)
-    config = Config(limit=60) if given.smoke else Config()
-    conduct("workload_worth", given.out, config, cells(config), sys.modules[__name__])
+def worth(data: Data) -> Iterator[Cells]:
+    """A line for each workload: what is found, and how many tokens the flat hash computes for one of the tree's."""
+    rows = data["rows"]
+    sizes = sorted(grouped(rows, "block_size"))
+    lines = []
+    for name, some in grouped(rows, "workload").items():
+        rates = {(row["cache"], row["block_size"]): row["hit_rate"] for row in some}
+        cells = []
+        for flat, tree in ((rates["flat_hash", size], rates["radix", size]) for size in sizes):
+            cells += [f"{flat:.1%}", f"{tree:.1%}", f"{(1 - flat) / (1 - tree):.2f}"]
+        lines.append((name, *cells))
+    headings = [text for size in sizes for text in (f"flat hash {size}", f"radix {size}", f"computes, {size}")]
+    note = "computes: prompt tokens that the flat hash computes for each one that the tree does, at that size of block"
+    yield Cells("Prompt tokens found in the cache", ("workload", *headings), tuple(lines), (note,))
+
+
+main = command(__name__, Config(), Config(limit=60))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ ARROWS = {
     "simulate": {"cache", "scheduling", "traces"},
     "fleet": {"cache", "engine", "scheduling", "simulate", "traces"},
 }
-MOST_FLOORS = {"radixkv": 5, "radixkv_kernels": 4, "experiments": 6}
+MOST_FLOORS = {"radixkv": 5, "radixkv_kernels": 4, "experiments": 3}
 WITHOUT_TORCH = ("cache", "blocks", "traces", "scheduling", "inspect", "simulate", "fleet")
 WITH_TORCH = ("radixkv.fleet.ray",)  # it has engines
 PACKAGES = ("radixkv", "radixkv_kernels", "experiments")

@@ -1,38 +1,58 @@
-"""Every experiment by name, in the order in which a reader wants them."""
+"""Every experiment, in the order in which a reader wants them: each file of `experiments` that has an ENTRY."""
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+FOLDER = Path(__file__).parents[1]
+PARTS = {
+    "prefixes": "What a prefix cache buys",
+    "index": "What the index costs",
+    "serving": "In an engine",
+    "policies": "Which next, and which goes",
+    "fleet": "Many replicas",
+    "growth": "Growth and leaks",
+    "kernels": "Attention",
+}
+"""The parts of the report, in its order."""
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One experiment.
+    """What makes a file an experiment: `ENTRY = Entry("index", seconds=2)` in it.
+
+    Arguments are literals: the catalog reads them without importing the file, which may load torch.
 
     Attributes:
-        name: its module in this package, and its JSON.
-        part: of the report.
-        seconds: that it takes on two cores as the report runs it; with --smoke under thirty.
+        part: a key of PARTS.
+        seconds: what it takes on two cores as the report runs it; with --smoke under thirty.
+        place: in its part; entries without one come last, by name.
         report: arguments with which the report runs it.
+        name: its module in this package, and its JSON; from its file.
+        docstring: question, expectation and commands; from its file.
     """
 
-    name: str
     part: str
     seconds: int
+    place: int = 99
     report: tuple[str, ...] = ()
+    name: str = ""
+    docstring: str = ""
 
     @property
     def question(self) -> str:
-        return _docstring(self.name).partition("\n")[0]
+        return self.docstring.partition("\n")[0]
 
     @property
     def expectation(self) -> str:
         """The paragraphs of the docstring after the question, without the commands."""
-        paragraphs = _docstring(self.name).partition("\n")[2].strip().split("\n\n")
+        paragraphs = self.docstring.partition("\n")[2].strip().split("\n\n")
         return "\n\n".join(text for text in paragraphs if not text.startswith("    "))
 
     @property
@@ -44,53 +64,32 @@ class Entry:
         return import_module(f"experiments.{self.name}")
 
 
-def _docstring(name: str) -> str:
-    """A module's docstring, without importing it."""
-    source = (Path(__file__).parents[1] / f"{name}.py").read_text()
-    return ast.get_docstring(ast.parse(source)) or ""
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Returns every experiment. Cost: each file is parsed once a process.
+
+    Raises:
+        ValueError: an ENTRY names no part of the report, or its arguments are no literals.
+    """
+    order = list(PARTS)
+    return tuple(sorted(_entries(), key=lambda entry: (order.index(entry.part), entry.place, entry.name)))
 
 
-PREFIXES = "What a prefix cache buys"
-INDEX = "What the index costs"
-SERVING = "In an engine"
-POLICIES = "Which next, and which goes"
-FLEET = "Many replicas"
-GROWTH = "Growth and leaks"
-KERNELS = "Attention"
-
-ENTRIES = (
-    Entry("compare", PREFIXES, 15),
-    Entry("work_savings", PREFIXES, 1),
-    Entry("system_prompt", PREFIXES, 1),
-    Entry("break_prefix", PREFIXES, 1),
-    Entry("divergence", PREFIXES, 20),
-    Entry("workload_worth", PREFIXES, 6),
-    Entry("index_cost", INDEX, 18),
-    Entry("hash_choice", INDEX, 2),
-    Entry("overhead", INDEX, 15, ("--repeats", "1")),
-    Entry("chat", SERVING, 80, ("--rates", "4", "8")),
-    Entry("prefix_memory", SERVING, 5),
-    Entry("timing_channel", SERVING, 20),
-    Entry("publish_timing", SERVING, 1),
-    Entry("evict_or_preempt", SERVING, 2),
-    Entry("tree_serving", SERVING, 45),
-    Entry("calibrate", SERVING, 37),
-    Entry("cache_aware_scheduling", POLICIES, 65),
-    Entry("eviction", POLICIES, 90),
-    Entry("ablation", POLICIES, 34),
-    Entry("hit_rate_effect", POLICIES, 12),
-    Entry("routing", FLEET, 100, ("--short",)),
-    Entry("route_cost", FLEET, 3),
-    Entry("load", GROWTH, 13, ("--nodes", "250000")),
-    Entry("endurance", GROWTH, 7, ("--smoke",)),
-    Entry("kernel_bench", KERNELS, 35, ("--context", "2048", "--patience", "10")),
-    Entry("tree_bytes", KERNELS, 6),
-    Entry("plan_time", KERNELS, 3),
-    Entry("tree_attention", KERNELS, 75, ("--patience", "6")),
-    Entry("gpu_kernels", KERNELS, 1),
-)
+def _entries() -> Iterator[Entry]:
+    for path in sorted(FOLDER.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            match node:
+                case ast.Assign([ast.Name("ENTRY")], ast.Call() as call):
+                    arguments = [ast.literal_eval(each) for each in call.args]
+                    named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+                    docstring = ast.get_docstring(tree) or ""
+                    found = replace(Entry(*arguments, **named), name=path.stem, docstring=docstring)
+                    if found.part not in PARTS:
+                        raise ValueError(f"{path}: expected a part of {', '.join(PARTS)}, got {found.part!r}")
+                    yield found
 
 
 def find(name: str) -> Entry | None:
     """Returns the experiment of that name."""
-    return next((entry for entry in ENTRIES if entry.name == name), None)
+    return next((entry for entry in entries() if entry.name == name), None)

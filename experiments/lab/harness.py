@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,15 @@ if console.width < 132:
     console = Console(width=132)  # a table with its columns squeezed away says nothing; let the terminal wrap
 
 Row = dict[str, Any]
+
+
+def grouped(rows: Iterable[Row], *fields: str) -> dict[Any, list[Row]]:
+    """Returns rows by the value of a field, or by the tuple of several fields' values; in the order of appearance."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        values = tuple(row[field] for field in fields)
+        groups.setdefault(values if len(fields) > 1 else values[0], []).append(row)
+    return groups
 
 
 def environment() -> Row:
@@ -74,15 +84,10 @@ def _processor() -> str:
 
 
 def resident_bytes() -> int:
-    """Returns what of this process is in memory; Linux alone tells."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def shared_traces(*names: str) -> list[Path]:
-    """Returns those of these files that are in `shared/traces` beside the checkout, or under RADIXKV_SHARED."""
-    beside = Path(__file__).parents[3] / "shared"
-    folder = Path(os.environ.get("RADIXKV_SHARED", beside)) / "traces"
-    return [folder / name for name in names if (folder / name).exists()]
+    """Returns what of this process is in memory; off Linux, the most that was."""
+    if not Path("/proc/self/statm").exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def save(out: Path, name: str, config: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> Path:

@@ -1,14 +1,16 @@
 """How plots look, light and dark, and the bars that several experiments draw."""
 
-import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from io import BytesIO
 from typing import Any
+
+from experiments.lab.harness import Row, grouped
 
 try:
     import matplotlib
+    from matplotlib.figure import Figure
 except ImportError as error:
     raise ImportError(f"the experiments need {error.name}: pip install 'radixkv[experiments]'") from error
 
@@ -60,14 +62,14 @@ def pyplot() -> Any:
     return plt
 
 
-def finish(figure: Any, path: Path) -> Path:
-    """Writes a figure beside its JSON, closes it, and returns the picture's path."""
+def png(figure: Figure) -> bytes:
+    """Returns a figure as PNG, and closes it."""
     from matplotlib import pyplot as plt
 
-    picture = path.with_suffix(".png")
-    figure.savefig(picture)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
     plt.close(figure)
-    return picture
+    return picture.getvalue()
 
 
 def draw_bars(axis: Any, heights: Mapping[str, Mapping[Any, float]], **ticks: Any) -> list[Any]:
@@ -87,12 +89,18 @@ def draw_bars(axis: Any, heights: Mapping[str, Mapping[Any, float]], **ticks: An
     return groups
 
 
-def bars(path: Path, across: str, series: str, value: str, ylabel: str, title: str) -> Path:
-    """Draws groups of bars beside a JSON of rows: a group for each `across`, a bar for each `series`."""
-    rows = json.loads(path.read_text())["rows"]
+def draw_lines(axis: Any, lines: Mapping[Any, Sequence[Row]], x: str, y: str, style: str = "o-", **more: Any) -> None:
+    """Draws a line of `y` over `x` for each group of rows, and a legend of their names."""
+    for name, rows in lines.items():
+        axis.plot([row[x] for row in rows], [row[y] for row in rows], style, label=str(name), **more)
+    axis.legend()
+
+
+def bars(rows: Sequence[Row], across: str, series: str, value: str, ylabel: str, title: str) -> Figure:
+    """Draws groups of bars: a group for each `across`, a bar for each `series`."""
     figure, axis = pyplot().subplots()
-    names = dict.fromkeys(row[series] for row in rows)
-    draw_bars(axis, {str(name): {row[across]: row[value] for row in rows if row[series] == name} for name in names})
+    lines = grouped(rows, series)
+    draw_bars(axis, {str(name): {row[across]: row[value] for row in some} for name, some in lines.items()})
     axis.set(xlabel=across.replace("_", " "), ylabel=ylabel, title=title)
     axis.legend()
-    return finish(figure, path)
+    return figure

@@ -5,21 +5,24 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.catalog import ENTRIES, Entry, find
+from experiments.lab.catalog import PARTS, Entry, entries
 from experiments.lab.harness import Cells, recorded_tables
-from experiments.lab.plots import dark_plots
+from experiments.lab.plots import dark_plots, png
 from experiments.lab.run import NOT_A_RESULT, Data, find_result
-from experiments.lab.summary import Results, buys, costs, workloads
 
 Found = Mapping[str, Data | str | None]  # by experiment: its result, or why its file holds none, or no file
+SUMMARY = {
+    "buys": "What it buys over the flat hash",
+    "worth": "Over which workloads",
+    "costs": "At what price",
+}
+"""What the page says first: an experiment with a function of such a name, `buys(data)`, yields sentences or tables."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --paper: #fff; --faint: #5d667a; --line: #d9dde6; --panel: #f5f7fa;
@@ -55,12 +58,12 @@ def write_report(out: Path) -> Path:
     reason. Cost: two plots an experiment.
     """
     path = out / "report.html"
-    found = {entry.name: find_result(entry.name, out, entry.load) for entry in ENTRIES}
+    found = {entry.name: find_result(entry.name, out, entry.load) for entry in entries()}
     parts = [*_head(), *_summary(found), *_navigation(found)]
-    for part, entries in groupby(ENTRIES, key=lambda entry: entry.part):
-        parts.append(f"<h2>{escape(part)}</h2>")
-        for entry in entries:
-            parts += _experiment(entry, out, found[entry.name])
+    for part, members in groupby(entries(), key=lambda entry: entry.part):
+        parts.append(f"<h2>{escape(PARTS[part])}</h2>")
+        for entry in members:
+            parts += _experiment(entry, found[entry.name])
     parts.append("</main></body></html>\n")
     path.write_text("\n".join(parts), encoding="utf-8")
     return path
@@ -78,37 +81,30 @@ def _head() -> Iterator[str]:
 
 def _summary(found: Found) -> Iterator[str]:
     """What radix buys over the flat hash, over which workloads, at what price; then the answers of all that was run."""
-    results = {name: data for name, data in found.items() if isinstance(data, dict)}
+    results = [(entry, data) for entry in entries() if isinstance(data := found[entry.name], dict)]
     yield '<section class="summary" id="summary"><h2>In short</h2>'
-    yield from _told("What it buys over the flat hash", _paragraphs(buys, results))
-    yield from _told("Over which workloads", lambda: _table(table) if (table := workloads(results)) else ())
-    yield from _told("At what price", _paragraphs(costs, results))
+    for function, heading in SUMMARY.items():
+        told = [line for entry, data in results for line in _told(entry, function, data)]
+        yield from (f"<h3>{heading}</h3>", *told) if told else ()
     yield "<h3>Every answer</h3><ul>"
-    for name, data in results.items():
-        entry = find(name)
-        assert entry is not None
-        yield f'<li><a href="#{name}">{name}</a>: {escape(entry.load().answer(data))}</li>'
+    for entry, data in results:
+        yield f'<li><a href="#{entry.name}">{entry.name}</a>: {escape(entry.load().answer(data))}</li>'
     yield "</ul></section>"
 
 
-def _paragraphs(sentences: Callable[[Results], Iterator[str]], results: Results) -> Callable[[], Iterable[str]]:
-    return lambda: (f"<p>{escape(sentence)}</p>" for sentence in sentences(results))
-
-
-def _told(heading: str, parts: Callable[[], Iterable[str]]) -> Iterator[str]:
-    """A heading and what stands below it; nothing where that is nothing."""
+def _told(entry: Entry, function: str, data: Data) -> Iterator[str]:
+    """What one experiment adds to a part of the summary; nothing where it has no such function."""
     try:
-        told = list(parts())
+        for part in getattr(entry.load(), function, lambda data: ())(data):
+            yield from _table(part) if isinstance(part, Cells) else (f"<p>{escape(part)}</p>",)
     except NOT_A_RESULT as error:
-        told = [f'<p class="faint">Not to be told of these results: {escape(f"{type(error).__name__}: {error}")}</p>']
-    if told:
-        yield f"<h3>{heading}</h3>"
-        yield from told
+        why = escape(f"{entry.name}: {type(error).__name__}: {error}")
+        yield f'<p class="faint">These results do not tell it: {why}</p>'
 
 
 def _navigation(found: Found) -> Iterator[str]:
     yield '<nav aria-label="Experiments"><h2>Experiments</h2><ul>'
-    for entry in ENTRIES:
+    for entry in entries():
         data = found[entry.name]
         why = "" if isinstance(data, dict) else "(not run)" if data is None else "(no result of this version)"
         missing = why and f' <span class="faint">{why}</span>'
@@ -116,7 +112,7 @@ def _navigation(found: Found) -> Iterator[str]:
     yield "</ul></nav>"
 
 
-def _experiment(entry: Entry, out: Path, data: Data | str | None) -> Iterator[str]:
+def _experiment(entry: Entry, data: Data | str | None) -> Iterator[str]:
     yield f'<section id="{entry.name}"><h3>{escape(entry.question)}</h3>'
     if isinstance(data, str):
         yield f'<p class="faint">{escape(data)}. Anew: <code>{escape(entry.command)}</code></p></section>'
@@ -128,7 +124,7 @@ def _experiment(entry: Entry, out: Path, data: Data | str | None) -> Iterator[st
     answer = module.answer(data)
     yield f'<p class="answer">{escape(answer)}</p>'
     try:
-        light, dark = _pictures(entry, out, module)
+        light, dark = _pictures(module, data)
     except NOT_A_RESULT as error:
         yield f'<p class="faint">No picture of this result: {escape(f"{type(error).__name__}: {error}")}</p>'
     else:
@@ -186,15 +182,12 @@ def _table(table: Cells) -> Iterator[str]:
         yield "</details>"
 
 
-def _pictures(entry: Entry, out: Path, module: Any) -> tuple[str, str]:
+def _pictures(module: Any, data: Data) -> tuple[str, str]:
     """Draws a result light and dark; returns both as data URIs."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(shutil.copy(out / f"{entry.name}.json", folder))
-        light = _uri(module.plot(path))
-        with dark_plots():
-            dark = _uri(module.plot(path))
-    return light, dark
+    light = _uri(png(module.plot(data)))
+    with dark_plots():
+        return light, _uri(png(module.plot(data)))
 
 
-def _uri(picture: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+def _uri(picture: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"

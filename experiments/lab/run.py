@@ -2,12 +2,14 @@
 
 An experiment is a module with a docstring (question, expectation, command), one frozen config, and::
 
+    ENTRY             where it stands in the list and in the report: `experiments.lab.catalog`
     cells(config)     its cells: a name, and what measures its rows
     show(data)        its table, from what the JSON holds
-    plot(path)        its picture beside the JSON, from the JSON
+    plot(data)        its picture, likewise
     answer(data)      one sentence that answers its question, computed from the rows
+    main(arguments)   its command
 
-`experiments.lab.report` and `python -m experiments` call the last three and know nothing else of it.
+`experiments.lab.report` calls those on `data`, and where there are any those that SUMMARY names.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -27,7 +30,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments.lab import harness
-from experiments.lab.harness import Row, console, environment, git, progress, recorded_tables, save
+from experiments.lab.harness import Row, console, environment, git, parser, progress, recorded_tables, save
+from experiments.lab.plots import Figure, png
 
 Cell = tuple[str, Callable[[], list[Row]]]
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -40,24 +44,50 @@ Data = dict[str, Any]  # what an experiment's JSON holds: config, environment, r
 class Experiment(Protocol):
     """What is asked of an experiment's module."""
 
+    def cells(self, config: Any) -> Iterable[Cell]: ...
+
     def show(self, data: Data) -> None: ...
 
-    def plot(self, path: Path) -> Path: ...
+    def plot(self, data: Data) -> Figure: ...
 
     def answer(self, data: Data) -> str: ...
 
 
-def conduct(
-    name: str, out: Path, config: Any, cells: Iterable[Cell], experiment: Experiment, *, at_once: bool = False
-) -> Path:
+class Command(Protocol):
+    """An experiment's `main`."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> None: ...
+
+
+def command(module: str, config: Any, smoke: Any = None, *, at_once: bool = False) -> Command:
+    """Returns the `main` of an experiment without options of its own.
+
+    Args:
+        module: the experiment's `__name__`.
+        config: what it runs with; with --smoke `smoke`, unless that is None.
+    """
+
+    def main(arguments: Sequence[str] | None = None) -> None:
+        experiment: Any = sys.modules[module]
+        name = Path(experiment.__file__).stem
+        given = parser(name, experiment.__doc__).parse_args(arguments)
+        run_experiment(
+            name, given.out, config if smoke is None or not given.smoke else smoke, experiment, at_once=at_once
+        )
+
+    return main
+
+
+def run_experiment(name: str, out: Path, config: Any, experiment: Experiment, *, at_once: bool = False) -> Path:
     """Measures every cell, writes out/name.json and its picture, and prints table, answer and paths.
 
     Rows of a cell that has ended are kept in out/name.json.part: interrupted, the same command goes on from there (with
     the same config and the same code; otherwise from the start).
 
     Args:
+        name: of the JSON.
         config: a frozen dataclass; goes into the JSON.
-        cells: names that differ, and what returns the rows of each.
+        experiment: its module; the names of its cells differ.
         at_once: whether cells may run beside each other, a process a core: where rows hold counts and virtual time,
             which no neighbour changes. What measures them must pickle.
 
@@ -67,7 +97,7 @@ def conduct(
         SystemExit: 130 at Ctrl-C, 143 at SIGTERM, 129 at SIGHUP; no process is left behind.
     """
     out.mkdir(parents=True, exist_ok=True)
-    wanted = list(cells)
+    wanted = list(experiment.cells(config))
     unfinished = _Unfinished(out / f"{name}.json.part", asdict(config))
     if unfinished.rows:
         console.print(f"{len(unfinished.rows)} of {len(wanted)} parts are there from an interrupted run")
@@ -214,7 +244,14 @@ def present(path: Path, experiment: Experiment) -> None:
     console.print(experiment.answer(data), style="bold", highlight=False)
     if harness.is_smoke:
         console.print("(a smoke run: too small for its figures to mean anything)", style="dim")
-    console.print(f"{path}\n{experiment.plot(path)}", highlight=False)
+    console.print(f"{path}\n{draw(path, experiment)}", highlight=False)
+
+
+def draw(path: Path, experiment: Experiment) -> Path:
+    """Draws an experiment's picture beside its JSON, from the JSON alone; returns its path."""
+    picture = path.with_suffix(".png")
+    picture.write_bytes(png(experiment.plot(read_result(path))))
+    return picture
 
 
 class _Unfinished:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from experiments import compare, compare_options, compare_replay, compare_report, index_cost
+from experiments import compare, index_cost
 from radixkv.inspect.__main__ import main as inspect_main
 
 FIELDS = [
@@ -53,7 +53,7 @@ def test_the_embedded_workload_by_default(tmp_path, capsys):
 
 
 def test_then_the_engine_serves_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare_replay, "SERVED_REQUESTS", 4)
+    monkeypatch.setattr(compare, "SERVED_REQUESTS", 4)
     compare.main(["--limit", "5", "--out", str(tmp_path)])
     serving = json.loads((tmp_path / "compare.json").read_text())["serving"]
     assert [row["cache"] for row in serving] == ["null", "flat_hash", "radix"]
@@ -108,7 +108,7 @@ def test_a_system_prompt_beside_the_messages_counts_and_what_is_not_read_is_said
     (warning,) = rows[0]["remarks"]
     assert warning.startswith("surprise is not understood and was not read: 10 times, 1.0% of its records' text")
     assert f"Warning: {warning}" in capsys.readouterr().out
-    compare_report.show(json.loads((tmp_path / "compare.json").read_text()))  # the report of the results says it too
+    compare.show(json.loads((tmp_path / "compare.json").read_text()))  # the report of the results says it too
     assert f"Warning: {warning}" in capsys.readouterr().out
     assert inspect_main(["why", trace, "9"]) == 0
     shown = capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_equal_names_are_told_apart(tmp_path):
 def test_pools_of_the_embedded_workload_are_of_equal_tokens(tmp_path):
     rows = run(tmp_path, "--limit", "20", "--cache", "radix")
     pools = {(row["num_blocks"] or 0) * row["block_size"] for row in rows}
-    assert pools == {0, *compare_options.EMBEDDED_POOLS}
+    assert pools == {0, *compare.EMBEDDED_POOLS}
     optimum = [row["share_of_optimum"] for row in rows if row["num_blocks"] is None]
     assert optimum == [1, 1]
     whole = run(tmp_path, "--limit", "20", "--cache", "null", "radix", "--partial-blocks", "off", "--block-size", "128")

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import gpu_checks, gpu_tree
+from experiments.gpu import checks, timing
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
 
 def test_checks_of_plans():
     lengths = {"seq_lens": (700, 1, 0, 820, 64), "q_lens": (1, 1, 1, 3, 0)}
-    some = [dataclasses.replace(gpu_checks.Case("small"), **lengths, head_dim=64, v_head_dim=64, num_kv_heads=1)]
-    rows = list(gpu_checks.check_tree(torch.device("cpu"), some))
+    some = [dataclasses.replace(checks.Case("small"), **lengths, head_dim=64, v_head_dim=64, num_kv_heads=1)]
+    rows = list(checks.check_tree(torch.device("cpu"), some))
     assert [row["passed"] for row in rows] == [True] and rows[0]["num_items"] > 1
 
 
 def test_rows_of_timing(monkeypatch):
-    monkeypatch.setattr(gpu_tree, "DEVICE", "cpu")
+    monkeypatch.setattr(timing, "DEVICE", "cpu")
     processors = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
     for name in ("synchronize", "empty_cache"):
@@ -34,10 +34,10 @@ def test_rows_of_timing(monkeypatch):
         timed.extend(functions)
         return dict.fromkeys(functions, 2.0)
 
-    cases = (gpu_tree.Case(2, 256, 32), gpu_tree.Case(2, 0, 32))
-    rows = list(gpu_tree.tree_rows(config, cases, {"copy_gb_s": 1.0}, measure, lambda: True))
+    config.tree = (timing.Case(2, 256, 32), timing.Case(2, 0, 32))
+    rows = list(timing.tree_rows(config, {"copy_gb_s": 1.0}, measure, lambda: True))
     assert [row["passed"] for row in rows] == [True, True] and set(timed) == {"tree", "paged", "sdpa"}
     assert "TypeError" in rows[0]["not_timed"]["flex"]
     assert rows[0]["unique_gb_s"] == pytest.approx(2 * 320 * 64 * 2 / 2.0 / 1e6)
     assert rows[0]["plan_us_a_layer"] > 0 and rows[0]["ideal"] == 2 * 288 / 320
-    assert not list(gpu_tree.tree_rows(config, cases, {}, measure, lambda: False))
+    assert not list(timing.tree_rows(config, {}, measure, lambda: False))

@@ -42,7 +42,8 @@ def measure(number):
 
 class Numbers:
     def show(self, data): pass
-    def plot(self, path): return path
+    def cells(self, config): return [(f"cell {n}", partial(measure, n)) for n in range(config.cells)]
+    def plot(self, data): return experiments.lab.pyplot().figure()
     def answer(self, data): return str(len(data["rows"]))
 
 if __name__ == "__main__":
@@ -50,8 +51,7 @@ if __name__ == "__main__":
         signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
     # two at once on any machine: cells 0 and 1 end, 2 and 3 begin
     experiments.lab.run.os.cpu_count = lambda: 2
-    cells = [(f"cell {n}", partial(measure, n)) for n in range(Config().cells)]
-    experiments.lab.run.conduct("numbers", HERE / "out", Config(), cells, Numbers(), at_once=sys.argv[2] == "at once")
+    experiments.lab.run_experiment("numbers", HERE / "out", Config(), Numbers(), at_once=sys.argv[2] == "at once")
 """
 
 
@@ -242,7 +242,7 @@ def test_what_is_no_result_is_a_value_error_that_names_the_file(tmp_path, whole,
         read_result(path)
 
 
-@pytest.mark.parametrize("entry", catalog.ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
 def test_rows_of_another_version_stop_no_page(tmp_path, whole, entry):
     (tmp_path / f"{entry.name}.json").write_bytes(changed(whole, rows=[{"speed": 1.0}]))
     page = write_report(tmp_path).read_text()

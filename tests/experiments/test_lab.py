@@ -9,16 +9,15 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from experiments import work_savings
 from experiments.__main__ import main
-from experiments.lab import catalog, harness
+from experiments.lab import catalog, harness, pyplot
 from experiments.lab.harness import recorded_tables
 from experiments.lab.report import write_report
-from experiments.lab.run import conduct
+from experiments.lab.run import run_experiment
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,8 @@ class Doubling:
     def show(self, data):
         print("shown", len(data["rows"]))
 
-    def plot(self, path):
-        picture = path.with_suffix(".png")
-        picture.write_bytes(b"")
-        return picture
+    def plot(self, data):
+        return pyplot().figure()
 
     def answer(self, data):
         return f"The largest is {max(row['doubled'] for row in data['rows'])}."
@@ -56,7 +53,7 @@ class Doubling:
 
 def run(experiment, out, config=None):
     config = config or Config()
-    return json.loads(conduct("doubling", out, config, experiment.cells(config), experiment).read_text())
+    return json.loads(run_experiment("doubling", out, config, experiment).read_text())
 
 
 def test_rows_come_in_the_order_of_the_cells(tmp_path, capsys):
@@ -114,7 +111,7 @@ class Beside(Doubling):
 
 def test_cells_run_beside_each_other(tmp_path):
     config = Config((5, 1, 4, 2))
-    path = conduct("doubling", tmp_path, config, Beside().cells(config), Beside(), at_once=True)
+    path = run_experiment("doubling", tmp_path, config, Beside(), at_once=True)
     rows = json.loads(path.read_text())["rows"]
     assert [row["doubled"] for row in rows] == [10, 2, 8, 4]
     assert all(row["silent"] for row in rows) and not harness.is_silent
@@ -122,10 +119,10 @@ def test_cells_run_beside_each_other(tmp_path):
 
 
 def test_a_failure_beside_others_is_told(tmp_path):
-    config = Config((1, "x", 3))
-    cells = [(str(size), partial(operator.truediv, 6, size)) for size in config.sizes]
+    beside = Beside()
+    beside.cells = lambda config: [(str(size), partial(operator.truediv, 6, size)) for size in config.sizes]
     with pytest.raises(TypeError):
-        conduct("doubling", tmp_path, config, cells, Beside(), at_once=True)
+        run_experiment("doubling", tmp_path, Config((1, "x", 3)), beside, at_once=True)
     assert not multiprocessing.active_children()
 
 
@@ -133,12 +130,55 @@ def test_a_failure_beside_others_is_told(tmp_path):
 
 
 def test_every_experiment_is_in_the_catalog():
-    folder = Path(catalog.__file__).parents[1]
-    scripts = {path.stem for path in folder.glob("*.py") if "conduct(" in path.read_text() and path.stem != "lab"}
-    assert scripts <= {entry.name for entry in catalog.ENTRIES}
+    scripts = {path.stem for path in catalog.FOLDER.glob("*.py") if "\ndef answer(" in path.read_text()}
+    assert scripts == {entry.name for entry in catalog.entries()}
 
 
-@pytest.mark.parametrize("entry", catalog.ENTRIES, ids=lambda entry: entry.name)
+NEW = '''"""Is a new file enough?
+
+Expected: yes.
+
+    python -m experiments.new_one
+"""
+
+ENTRY = Entry("growth", seconds=1, report=("--short",))
+'''
+
+
+@pytest.fixture
+def new_file(tmp_path, monkeypatch):
+    """An experiment more, in a copy of the folder."""
+    for path in catalog.FOLDER.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(catalog, "FOLDER", tmp_path)
+    catalog.entries.cache_clear()
+    yield tmp_path / "new_one.py"
+    catalog.entries.cache_clear()
+
+
+def test_a_file_is_an_experiment_because_it_has_an_entry(new_file, tmp_path, capsys):
+    before = catalog.entries()
+    new_file.write_text(NEW)
+    catalog.entries.cache_clear()
+    (found,) = set(catalog.entries()) - set(before)
+    assert (found.name, found.question, found.expectation) == ("new_one", "Is a new file enough?", "Expected: yes.")
+    assert found.command == "python -m experiments new_one --short"
+    growth = [entry.name for entry in catalog.entries() if entry.part == "growth"]
+    assert growth == ["load", "endurance", "new_one"]  # no place: last in its part
+    main(["--out", str(tmp_path / "out")])
+    assert "Is a new file enough?" in capsys.readouterr().out
+    (tmp_path / "out").mkdir()
+    assert "python -m experiments new_one --short" in write_report(tmp_path / "out").read_text()
+
+
+def test_an_entry_of_no_part_is_told(new_file):
+    new_file.write_text(NEW.replace("growth", "nowhere"))
+    catalog.entries.cache_clear()
+    with pytest.raises(ValueError, match=r"new_one\.py: expected a part of prefixes, .*, got 'nowhere'"):
+        catalog.entries()
+
+
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
 def test_an_experiment_says_what_it_asks_and_expects(entry):
     assert entry.question.endswith("?") and len(entry.question) < 120
     assert "xpect" in entry.expectation
@@ -167,7 +207,7 @@ def results(tmp_path_factory):
 def test_the_list_tells_the_last_result(results, capsys):
     main(["--out", str(results)])
     shown = capsys.readouterr().out
-    assert "83.4%" in shown and all(entry.name in shown for entry in catalog.ENTRIES)
+    assert "83.4%" in shown and all(entry.name in shown for entry in catalog.entries())
 
 
 class Page(HTMLParser):
@@ -194,7 +234,7 @@ def test_the_page_stands_alone(results):
     page.feed(write_report(results).read_text())
     assert not page.open
     links = {attributes["href"][1:] for tag, attributes in page.tags if tag == "a"}
-    assert links == {entry.name for entry in catalog.ENTRIES}
+    assert links == {entry.name for entry in catalog.entries()}
     assert links <= {attributes.get("id") for _, attributes in page.tags}
     for tag, attributes in page.tags:
         for name in ("src", "srcset", "href"):
@@ -255,7 +295,7 @@ def test_a_browser_loads_the_page(results):
     assert not found["console"] and not found["broken"] and not found["no_alt"]
     assert all(url.startswith(("file:", "data:")) for url in found["urls"])
     assert found["width"][0] <= found["width"][1]  # nothing makes a phone scroll sideways
-    assert found["place"] == f"#{catalog.ENTRIES[0].name}"
+    assert found["place"] == f"#{catalog.entries()[0].name}"
 
 
 # ---- what the page says first, and what a GPU would add
@@ -263,19 +303,19 @@ def test_a_browser_loads_the_page(results):
 
 @pytest.mark.slow
 def test_the_summary_is_computed_from_the_rows(tmp_path):
+
     from experiments import divergence, index_cost, workload_worth
-    from experiments.lab.summary import buys, costs, workloads
 
     for module in (divergence, index_cost, workload_worth):
         module.main(["--smoke", "--out", str(tmp_path)])
     results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert any("15 at blocks of 16" in sentence for sentence in buys(results))
-    table = workloads(results)
+    assert any("15 at blocks of 16" in sentence for sentence in divergence.buys(results["divergence"]))
+    (table,) = workload_worth.worth(results["workload_worth"])
     assert table.headings[:4] == ("workload", "flat hash 16", "radix 16", "computes, 16")
     rates = {(r["workload"], r["cache"], r["block_size"]): r["hit_rate"] for r in results["workload_worth"]["rows"]}
     flat, tree = rates["agent", "flat_hash", 16], rates["agent", "radix", 16]
     assert table.rows[0][:4] == ("agent", f"{flat:.1%}", f"{tree:.1%}", f"{(1 - flat) / (1 - tree):.2f}")
-    assert any("bytes a cached token" in sentence for sentence in costs(results))
+    assert any("bytes a cached token" in sentence for sentence in index_cost.costs(results["index_cost"]))
     page = write_report(tmp_path).read_text()
     assert page.index("What it buys") < page.index("Over which workloads") < page.index("At what price")
 

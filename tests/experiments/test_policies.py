@@ -1,13 +1,14 @@
 """The policies' experiments: replayed blocks hit what replayed tokens hit, and the shapes are those of the paper."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from experiments import cache_aware_scheduling, eviction
-from experiments.paper_workloads import PAPER_WORKLOADS
-from experiments.trace_sets import EMBEDDED, requests_of
+from experiments.lab.harness import recorded_tables
+from experiments.workloads import EMBEDDED, PAPER_WORKLOADS, requests_of
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
 from radixkv.cache.tokens import num_common_tokens
@@ -43,9 +44,42 @@ def test_the_queue_helps_and_stays_below_the_bound(embedded):
         assert lru < aware <= paths.eviction_bound(num_blocks)
 
 
-def test_the_verdict_leaves_out_who_loses_somewhere():
-    row = {"trace": "a", "gap": 0.3, "lru": 0.5, "lfu": 0.7, "fifo": 0.5, "cost": 0.5, "probation": 0.52}
-    row["queue_aware closes"] = 0.3
+def verdict_row():
+    rates = {"lru": 0.5, "lfu": 0.7, "fifo": 0.5, "cost": 0.5, "probation": 0.52}
+    return {"trace": "a", "gap": 0.3, **rates, **{f"{name} closes": 0.0 for name in rates}, "queue_aware closes": 0.3}
+
+
+@pytest.mark.parametrize("change", ["a policy more", "a policy less"])
+def test_rows_of_other_policies_than_todays_are_shown(change):
+    row = verdict_row() | {"num_blocks": 10, "bound": 0.8, "queue_aware": 0.7, "flat_hash": 0.5}
+    row |= {"flat_hash queue_aware": 0.6, "other": 0.9, "other closes": 0.1}
+    if change == "a policy less":
+        row = {
+            name: value for name, value in row.items() if name not in ("other", "other closes", "fifo", "fifo closes")
+        }
+    data = {"rows": [row], "config": {"num_waiting": 256}}
+    with recorded_tables() as tables:
+        eviction.show(data)
+    assert ("other" in tables[0].headings) == (change == "a policy more")
+    assert ("fifo" in tables[0].headings) == (change == "a policy more")
+    eviction.plot(data)
+    assert ("the past, other" if change == "a policy more" else "the past, lfu") in eviction.answer(data)
+
+
+def test_rows_of_other_orders_than_todays_are_shown(tmp_path, monkeypatch):
+    cache_aware_scheduling.main(["--smoke", "--out", str(tmp_path)])
+    data = json.loads((tmp_path / "cache_aware_scheduling.json").read_text())
+    gone = dict(cache_aware_scheduling.ORDERS)
+    best = max(data["rows"], key=lambda row: row["share"])["order"]
+    del gone[best]
+    monkeypatch.setattr(cache_aware_scheduling, "ORDERS", {**gone, "new": ("new", 0, False)})
+    cache_aware_scheduling.show(data)
+    cache_aware_scheduling.plot(data)
+    assert best in cache_aware_scheduling.answer(data)
+
+
+def test_the_verdict_leaves_out_what_loses_somewhere():
+    row = verdict_row()
     worse = row | {"trace": "b", "lfu": 0.49, "queue_aware closes": 0.1}
     narrow = row | {"trace": "c", "gap": 0.01, "probation": 0.1}
     found = eviction.verdict([row, worse, narrow])

@@ -3,14 +3,14 @@
 import json
 
 from experiments import route_cost, routing
-from experiments.lab.run import conduct
+from experiments.lab.run import run_experiment
 
 
 def test_routers_on_the_chat(tmp_path, capsys):
     config = routing.Config(
         sources=("chat",), routers=("round_robin", "cache_aware"), counts=(1, 2), replay_limit=60, served_limit=20
     )
-    path = conduct("routing", tmp_path, config, routing.cells(config), routing)
+    path = run_experiment("routing", tmp_path, config, routing)
     rows = json.loads(path.read_text())["rows"]
     assert [row["kind"] for row in rows].count("replayed") == 2 * 3
     assert [row["kind"] for row in rows].count("served") == 2 * 2
@@ -27,7 +27,7 @@ def test_routers_on_the_chat(tmp_path, capsys):
 
 def test_the_cost_of_a_decision(tmp_path, capsys):
     config = route_cost.Config((3_000,), (4,), num_requests=20)
-    path = conduct("route_cost", tmp_path, config, route_cost.cells(config), route_cost)
+    path = run_experiment("route_cost", tmp_path, config, route_cost)
     (row,) = json.loads(path.read_text())["rows"]
     assert 0 < row["match_p50_us"] < row["route_p50_us"] < 5_000
     assert "4 replicas" in capsys.readouterr().out

@@ -55,9 +55,9 @@ def test_divergence_and_a_trace(tmp_path):
 def test_limited_matches_come_to_their_share():
     config = hit_rate_effect.Config(num_problems=3, num_open=10, pool_tokens=20_000)
     requests = hit_rate_effect.tree_of_thought(config)
-    most = hit_rate_effect.measure(config, requests, 1.0)["hit_rate"]
-    assert hit_rate_effect.measure(config, requests, 0.0)["hit_rate"] == 0
-    assert hit_rate_effect.measure(config, requests, 0.5)["hit_rate"] == pytest.approx(most / 2, rel=0.1)
+    most = hit_rate_effect.measure(config, requests, 1.0)[0]["hit_rate"]
+    assert hit_rate_effect.measure(config, requests, 0.0)[0]["hit_rate"] == 0
+    assert hit_rate_effect.measure(config, requests, 0.5)[0]["hit_rate"] == pytest.approx(most / 2, rel=0.1)
     assert [r.namespace for r in hit_rate_effect.limited(requests, 1.0)] == [None] * len(requests)
 
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from experiments import plan_time, tree_attention, tree_bytes, tree_serving, tree_shapes
+from experiments import plan_time, tree_attention, tree_bytes, tree_serving
 
 
 def test_times(tmp_path, capsys):
@@ -38,7 +38,7 @@ def test_bytes(tmp_path, capsys):
 
 def test_bytes_read_over_unique():
     config = tree_bytes.Config()
-    rows = [row for name in tree_shapes.SHAPES for row in tree_bytes.shape_rows(config, name)]
+    rows = [row for name in tree_bytes.SHAPES for row in tree_bytes.shape_rows(config, name)]
     assert sum(row["read_of_unique"] for row in rows) / len(rows) <= 1.10
     assert sum(row["all_of_unique"] for row in rows) / len(rows) <= 1.25
     assert all(row["partial_of_saved"] < 1 for row in rows if row["shares"])
@@ -46,9 +46,9 @@ def test_bytes_read_over_unique():
     assert all(row["read_of_unique"] <= 1.30 for row in rows if row["tree"] != "beam search, wide")
 
 
-@pytest.mark.parametrize("name", tree_shapes.SHAPES)
+@pytest.mark.parametrize("name", tree_bytes.SHAPES)
 def test_tables_have_as_many_blocks_as_tokens_need(name):
-    table, lens = tree_shapes.make_tables(name, 16, random.Random(0))
+    table, lens = tree_bytes.make_tables(name, 16, random.Random(0))
     assert ((table >= 0).sum(1) == -(-lens // 16)).all()
     assert len(lens) == len(table) > 1
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import compare, divergence
-from experiments.tree_snapshots import Serving, snapshots
+from experiments.tree_bytes import Serving, snapshots
 from radixkv.blocks.bounds import BlockPaths
 from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.blocks.kv_manager import KVManager

@@ -16,8 +16,8 @@ from radixkv_kernels import paged_attention, triton_impl
 from radixkv_kernels.triton_impl.config import CONFIG_DIR, Config, Key, tables, write_table
 from radixkv_kernels.triton_impl.feasible import candidates, feasible
 
-from experiments.gpu_times import workload
-from experiments.lab.harness import Row
+from experiments.gpu.timing import Case, make_batch
+from experiments.lab import Row
 
 KEYS = (Key(128, "bf16", False, False), Key(128, "bf16", True, False), Key(64, "bf16", False, False))
 MAX_CANDIDATES = 8
@@ -37,12 +37,12 @@ def tune(
         if not in_time():
             break
         shape = dataclasses.replace(sizes, head_dim=key.head_block)
-        works = [
-            workload("decode", 32, 1, 4095, shape, torch.bfloat16, key.fp8),
-            workload("prefill", 1, 2048, 2048, shape, torch.bfloat16, key.fp8),
-        ]
+        calls = {
+            "decode": make_batch(shape, Case(32, 0, 4096), fp8=key.fp8).call,
+            "prefill": make_batch(shape, Case(1, 0, 4096), 2048, fp8=key.fp8).call,
+        }
         shipped = table.entries[key]
-        expected = [paged_attention(**work.call) for work in works]
+        expected = {name: paged_attention(**call) for name, call in calls.items()}
         best = (math.inf, shipped)
         tried = 0
         for config in dict.fromkeys((shipped, *candidates(table.arch, key))):
@@ -51,8 +51,8 @@ def tune(
             if config != shipped and not feasible(table.arch, key, config):
                 continue
             tried += 1
-            functions = {work.name: with_config(work.call, config) for work in works}
-            errors = [relative(functions[w.name](), e) for w, e in zip(works, expected, strict=True)]
+            functions = {name: with_config(call, config) for name, call in calls.items()}
+            errors = [relative(functions[name](), of) for name, of in expected.items()]
             row: Row = {"part": "tune", "name": f"{key}", "config": dataclasses.asdict(config), "error": max(errors)}
             if max(errors) > 1e-2:
                 yield row | {"passed": False}

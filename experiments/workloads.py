@@ -1,14 +1,80 @@
-"""The workloads of the RadixAttention paper (section 6.1), rebuilt as shapes: who shares what with whom, and how long.
+"""What several experiments run on: real traces where their files are, and the workloads of the RadixAttention paper.
 
-Lengths are those that the paper or the benchmark's own prompts have, roughly; tokens are random. Where a program's
-calls depend on each other they are one session; where they may run side by side, each is its own.
+The paper's (section 6.1) are rebuilt as shapes: which requests share what, and how much of it. Lengths are roughly
+those that the paper or the benchmark's own prompts have; tokens are random. Calls of a program that depend on each
+other are one session; those that may run side by side are a session each.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 
-from radixkv.traces import TraceRequest, open_workload
+from radixkv.traces import TraceRequest, open_trace, open_workload
+
+EMBEDDED = "embedded"
+FILES = {
+    "mooncake": "mooncake_conversation.jsonl",
+    "tau_bench_airline": "tau_bench_airline.conversations.jsonl",
+    "mtbench101": "mtbench101.conversations.jsonl",
+    "mini_swe_agent": "mini_swe_agent.conversations.jsonl",
+    "bbh_3shot": "bbh_3shot.requests.jsonl",
+    "loogle_shortdep": "loogle_shortdep.requests.jsonl",
+    "tot_game24": "tot_game24.requests.jsonl",
+}
+
+
+def shared_traces(*files: str) -> list[Path]:
+    """Returns those of these files that are in `shared/traces` beside the checkout, or under RADIXKV_SHARED."""
+    folder = Path(os.environ.get("RADIXKV_SHARED", Path(__file__).parents[2] / "shared")) / "traces"
+    return [folder / file for file in files if (folder / file).exists()]
+
+
+def available() -> list[str]:
+    """Returns the names of the traces that are here, the embedded workload last."""
+    return [name for name, file in FILES.items() if shared_traces(file)] + [EMBEDDED]
+
+
+def requests_of(name: str, limit: int | None = None) -> Iterator[TraceRequest]:
+    """Yields the requests of a trace; text in UTF-8 bytes as tokens.
+
+    Raises:
+        ValueError: there is no such trace, or its file is absent.
+    """
+    if name == EMBEDDED:
+        return iter(open_workload(EMBEDDED, limit=limit))
+    if name not in FILES:
+        raise ValueError(f"trace: expected one of {', '.join((*FILES, EMBEDDED))}, got {name!r}")
+    if not (found := shared_traces(FILES[name])):
+        raise ValueError(f"trace: expected {FILES[name]} in shared/traces, got no such file")
+    return iter(open_trace(found, limit=limit))
+
+
+# As many requests, or whole conversations, with bytes as tokens, as are served in seconds and not in minutes.
+LIMITS = {"mooncake": 200, "tot_game24": 1_500}
+NUM_SESSIONS = {"tau_bench_airline": 100, "mtbench101": 400, "mini_swe_agent": 10}
+
+
+def sample_of(name: str) -> list[TraceRequest]:
+    """Returns the first requests of a trace, of conversations the first with all their turns."""
+    requests = list(requests_of(name, LIMITS.get(name)))
+    if name not in NUM_SESSIONS:
+        return requests
+    chosen = set(list(dict.fromkeys(request.session for request in requests))[: NUM_SESSIONS[name]])
+    return [request for request in requests if request.session in chosen]
+
+
+def is_conversation(name: str) -> bool:
+    """Whether a request of a session can only come when the one before it has ended."""
+    return name == EMBEDDED or ".conversations." in FILES.get(name, "")
+
+
+def pool_blocks(requests: Iterable[TraceRequest], num_unique_tokens: int, block_size: int) -> int:
+    """Returns max(25 % of the unique tokens, twice the longest request) in blocks."""
+    longest = max(request.num_prompt_tokens + request.num_output_tokens for request in requests)
+    return -(-max(num_unique_tokens // 4, 2 * longest) // block_size)
+
 
 Rng = np.random.Generator
 
@@ -18,7 +84,7 @@ def _tokens(rng: Rng, low: int, high: int) -> bytes:
 
 
 def mmlu(rng: Rng) -> Iterator[TraceRequest]:
-    """57 subjects, five examples each, then a question that nobody else asks; one token out."""
+    """57 subjects, five examples each, then a question that is asked once; one token out."""
     subjects = [_tokens(rng, 300, 900) for _ in range(57)]
     for number in rng.permutation(57 * 20).tolist():
         yield TraceRequest(f"{number}", subjects[number % 57] + _tokens(rng, 40, 160), _tokens(rng, 1, 1))
@@ -77,7 +143,7 @@ def judge(rng: Rng) -> Iterator[TraceRequest]:
 
 
 def json_decoding(rng: Rng) -> Iterator[TraceRequest]:
-    """A schema and an instruction that all share, then a document of one's own."""
+    """A schema and an instruction that all share, then a document of its own."""
     schema = _tokens(rng, 400, 400)
     for number in range(600):
         yield TraceRequest(f"{number}", schema + _tokens(rng, 300, 900), _tokens(rng, 120, 200))
