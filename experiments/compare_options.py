@@ -10,7 +10,7 @@ from experiments.lab.harness import parser
 from radixkv.blocks.replay import CACHES, CacheConfig
 from radixkv.cache.contract import check_block_size
 from radixkv.cache.hashing import ALGORITHMS
-from radixkv.cache.radix.eviction import POLICIES
+from radixkv.cache.radix.policies import POLICIES
 from radixkv.simulate.model_shapes import MODEL_SHAPES
 from radixkv.traces import FORMATS, WORKLOADS
 

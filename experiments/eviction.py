@@ -25,6 +25,9 @@ from experiments.lab.run import Cell, Data, conduct
 from experiments.trace_sets import EMBEDDED, available, is_conversation, requests_of
 from radixkv.blocks.bounds import BlockPaths
 
+QUEUE = "queue_aware"
+CLOSES = " closes"  # after a policy's name: the column with its share of the gap between lru and the bound
+
 
 @dataclass(frozen=True)
 class Config:
@@ -83,20 +86,27 @@ def measure(config: Config, trace: str) -> list[Row]:
                 row[name] = replay(name, paths, sessions, num_blocks, config.num_waiting) / total
                 bar.advance(bar.task_ids[0])
             row["gap"] = row["bound"] - row["lru"]
-            for name in (*HISTORY, "queue_aware"):
-                row[f"{name} closes"] = (row[name] - row["lru"]) / row["gap"] if row["gap"] > 1e-9 else 0.0
+            for name in (*HISTORY, QUEUE):
+                row[f"{name}{CLOSES}"] = (row[name] - row["lru"]) / row["gap"] if row["gap"] > 1e-9 else 0.0
             rows.append(row)
     return rows
+
+
+def measured(rows: Sequence[Row]) -> list[str]:
+    """Returns the policies of history alone that all rows have: those of the version that measured them."""
+    names = [key.removesuffix(CLOSES) for key in rows[0] if key.endswith(CLOSES)] if rows else []
+    return [name for name in names if name != QUEUE and all(name in row for row in rows)]
 
 
 def verdict(rows: Sequence[Row]) -> Row:
     """Where the gap is at least .02: the best policy of history alone that is nowhere far below lru, and the queue."""
     wide = [row for row in rows if row["gap"] >= 0.02]
     found: Row = {"num_wide": len(wide), "num_rows": len(rows)}
-    for name in HISTORY:
+    policies = measured(rows)
+    for name in policies:
         found[f"{name} worst"] = min((row[name] - row["lru"] for row in wide), default=0.0)
         found[f"{name} mean"] = sum(row[name] - row["lru"] for row in wide) / max(len(wide), 1)
-    safe = [name for name in HISTORY if found[f"{name} worst"] >= -0.005]
+    safe = [name for name in policies if found[f"{name} worst"] >= -0.005]
     found["best_history"] = max(safe, key=lambda name: found[f"{name} mean"])
     traces = {row["trace"] for row in wide}
     means = {t: [row["queue_aware closes"] for row in wide if row["trace"] == t] for t in traces}
@@ -105,21 +115,22 @@ def verdict(rows: Sequence[Row]) -> Row:
     return found
 
 
-STYLES = {"bound": "--", "queue_aware": "-"}
-COLUMNS = {"trace": "{trace}", "blocks": "{num_blocks:,}", "bound": "{bound:.3f}"}
-COLUMNS |= {name: f"{{{name}:.3f}}" for name in HISTORY}
-COLUMNS |= {"queue_aware": "{queue_aware:.3f}", "closes": "{queue_aware closes:.0%}"}
-COLUMNS |= {"flat": "{flat_hash:.3f}", "flat, queue": "{flat_hash queue_aware:.3f}"}
+STYLES = {"bound": "--", QUEUE: "-"}
+BEFORE = {"trace": "{trace}", "blocks": "{num_blocks:,}", "bound": "{bound:.3f}"}
+BEHIND = {"queue_aware": "{queue_aware:.3f}", "closes": "{queue_aware closes:.0%}"}
+BEHIND |= {"flat": "{flat_hash:.3f}", "flat, queue": "{flat_hash queue_aware:.3f}"}
 
 
 def show(data: Data) -> None:
     """Prints a line a trace and pool."""
-    print_table("Hit rates, one request at a time", COLUMNS, data["rows"])
+    policies = {name: f"{{{name}:.3f}}" for name in measured(data["rows"])}
+    print_table("Hit rates, one request at a time", BEFORE | policies | BEHIND, data["rows"])
 
 
 def plot(path: Path) -> Path:
     """Draws hit rate against capacity for each trace, from the JSON alone."""
     rows = json.loads(path.read_text())["rows"]
+    policies = measured(rows)
     traces = list(dict.fromkeys(row["trace"] for row in rows))
     plt = pyplot()
     figure, axes = plt.subplots(
@@ -127,9 +138,9 @@ def plot(path: Path) -> Path:
     )
     for axis, trace in zip(axes.flat, traces, strict=False):
         of_trace = [row for row in rows if row["trace"] == trace]
-        for name in ("bound", "queue_aware", *HISTORY):
+        for name in ("bound", QUEUE, *policies):
             # What knows the future is drawn in ink, the bound dashed; the policies in colours.
-            style = {} if name in HISTORY else {"color": plt.rcParams["text.color"], "linestyle": STYLES[name]}
+            style = {} if name in policies else {"color": plt.rcParams["text.color"], "linestyle": STYLES[name]}
             axis.plot([r["num_blocks"] for r in of_trace], [r[name] for r in of_trace], marker=".", label=name, **style)
         axis.set(title=trace, xscale="log", xlabel="blocks", ylabel="hit rate")
         axis.xaxis.set_minor_formatter(plt.NullFormatter())

@@ -23,7 +23,7 @@ from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import Namespace
 from radixkv.cache.null import NullCache
 from radixkv.cache.radix.cache import RadixCache
-from radixkv.cache.radix.eviction import POLICIES
+from radixkv.cache.radix.policies import POLICIES
 from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack
 
 CACHES = ("null", "flat_hash", "radix")

@@ -117,7 +117,7 @@ class Engine:
             cache: radix, flat_hash, null, or a cache of your own, which no other engine has.
             block_size: tokens in a block, 16 unless said; not beside a cache of your own, which has one.
             num_blocks: blocks in the pool; None: as many as fit into 1 GiB.
-            policy: radix by name alone: what it evicts first (`radixkv.cache.radix.eviction`), lru unless said.
+            policy: radix by name alone: what it evicts first (`radixkv.cache.radix.policies`), lru unless said.
             order, max_overtakes, queue_aware: as of `SchedulerConfig`.
             device: None: a GPU where there is one.
             deterministic: every logit the same bits whatever is cached, batched or chunked; None: on a CPU.

@@ -1,14 +1,17 @@
 """The policies' experiments: replayed blocks hit what replayed tokens hit, and the shapes are those of the paper."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from experiments import cache_aware_scheduling, eviction
+from experiments.block_replay import NAMES
 from experiments.paper_workloads import PAPER_WORKLOADS
 from experiments.trace_sets import EMBEDDED, requests_of
 from radixkv.blocks.replay import CacheConfig, Replay
+from radixkv.cache.radix.policies import POLICIES
 from radixkv.cache.tokens import num_common_tokens
 
 CONFIG = eviction.Config(trace=(EMBEDDED,), limit=250)
@@ -44,12 +47,31 @@ def test_the_queue_helps_and_stays_below_the_bound(embedded):
 
 def test_the_verdict_leaves_out_who_loses_somewhere():
     row = {"trace": "a", "gap": 0.3, "lru": 0.5, "lfu": 0.7, "fifo": 0.5, "cost": 0.5, "probation": 0.52}
-    row["queue_aware closes"] = 0.3
+    row |= {f"{name} closes": 0.0 for name in ("lru", "lfu", "fifo", "cost", "probation")} | {"queue_aware closes": 0.3}
     worse = row | {"trace": "b", "lfu": 0.49, "queue_aware closes": 0.1}
     narrow = row | {"trace": "c", "gap": 0.01, "probation": 0.1}
     found = eviction.verdict([row, worse, narrow])
     assert found["best_history"] == "probation" and found["num_wide"] == 2
     assert found["queue_aware closes"] == {"a": 0.3, "b": 0.1} and found["num_traces_closed"] == 1
+
+
+@pytest.mark.parametrize("known", [("lru",), ("lru", "fifo"), ("lru", "gone")])
+def test_rows_are_shown_with_the_policies_that_were_measured(known, capsys, tmp_path):
+    """Rows of another version have fewer policies, or one that is registered no longer."""
+    row = {"trace": "a", "num_blocks": 10, "gap": 0.3, "bound": 0.8, "queue_aware": 0.6}
+    row |= {"flat_hash": 0.4, "flat_hash queue_aware": 0.5, "queue_aware closes": 0.3}
+    row |= {name: 0.5 for name in known} | {f"{name} closes": 0.0 for name in known}
+    data = {"rows": [row], "config": {"num_waiting": 256}}
+    assert eviction.verdict([row])["best_history"] in known
+    assert "30% on a" in eviction.answer(data)
+    eviction.show(data)
+    assert all(name in capsys.readouterr().out for name in known[1:])
+    (tmp_path / "eviction.json").write_text(json.dumps(data))
+    assert eviction.plot(tmp_path / "eviction.json").stat().st_size > 1000
+
+
+def test_every_registered_policy_is_measured():
+    assert set(POLICIES) <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", PAPER_WORKLOADS)
