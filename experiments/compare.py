@@ -39,7 +39,7 @@ from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.blocks.replay import Replay
 from radixkv.cache.contract import check_block_size
 from radixkv.cache.hashing import ALGORITHMS
-from radixkv.cache.radix.eviction import POLICIES
+from radixkv.cache.radix.policies import POLICIES
 from radixkv.cache.tokens import unpack
 from radixkv.simulate.model_shapes import MODEL_SHAPES
 from radixkv.traces import FORMATS, WORKLOADS, open_trace, open_workload

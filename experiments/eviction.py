@@ -38,7 +38,8 @@ from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.contract import PrefixCache
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.radix.cache import RadixCache
-from radixkv.cache.radix.eviction import POLICIES, Cost, make_policy
+from radixkv.cache.radix.policies import POLICIES
+from radixkv.cache.radix.policies.cost import Cost
 from radixkv.cache.radix.watches import Watch
 from radixkv.cache.tokens import pack
 
@@ -54,7 +55,7 @@ def make_cache(name: str, block_size: int) -> PrefixCache:
         return FlatHashCache(1, hash_algorithm="sha256")
     if name == "cost":  # its positions are blocks here
         return RadixCache(1, policy=Cost(max(30_000 // block_size, 1)))
-    return RadixCache(1, policy=make_policy("lru" if name == "queue_aware" else name))
+    return RadixCache(1, policy="lru" if name == "queue_aware" else name)
 
 
 class Queue:

@@ -15,7 +15,8 @@ from radixkv.cache.contract import Tail
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt
 from radixkv.cache.radix.cache import RadixCache
-from radixkv.cache.radix.eviction import Cost, Probation
+from radixkv.cache.radix.policies.cost import Cost
+from radixkv.cache.radix.policies.probation import Probation
 from radixkv.engine.engine import Engine
 from radixkv.fleet.routing.policies import make_router
 from radixkv.fleet.simulated import Fleet

@@ -6,7 +6,7 @@ from radixkv.cache.contract import PrefixCache
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.null import NullCache
 from radixkv.cache.radix.cache import RadixCache
-from radixkv.cache.radix.eviction import POLICIES
+from radixkv.cache.radix.policies import POLICIES
 
 CACHES = ("null", "flat_hash", "radix")
 

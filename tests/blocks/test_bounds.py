@@ -13,7 +13,7 @@ from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import Replay
 from radixkv.cache.radix.cache import RadixCache
-from radixkv.cache.radix.eviction import POLICIES
+from radixkv.cache.radix.policies import POLICIES
 from radixkv.cache.tokens import pack
 from radixkv.scheduling.ordering import ORDERS
 from radixkv.scheduling.request import Request, SamplingParams

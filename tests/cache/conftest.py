@@ -10,11 +10,15 @@ from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt, parts
 from radixkv.cache.null import NullCache
 from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.policies import POLICIES
 
-# Called with a block size. A new cache is one line here.
+# Called with a block size. A new cache is one line here; a policy that is registered is here.
 FACTORIES = {
     "null": NullCache,
-    "radix": partial(RadixCache, partial_blocks=False),
+    **{
+        "radix" if name == "lru" else f"radix {name}": partial(RadixCache, partial_blocks=False, policy=name)
+        for name in POLICIES
+    },
     "flat_hash": FlatHashCache,
     "flat_hash_verified": partial(FlatHashCache, hash_algorithm="xxhash_cbor", verify=True),
     "flat_hash_colliding": partial(FlatHashCache, verify=True, digest_bits=3),

@@ -102,6 +102,13 @@ class LeafFirstFlatHash:
             self.entries[entry.parent].num_children -= 1
         return entry.block
 
+    def give_up(self, blocks):
+        """Removes blocks that another cache evicted, in this order: each must be an unreferenced leaf when it goes."""
+        for block in blocks:
+            (key,) = [key for key, entry in self.entries.items() if entry.block == block]
+            assert not self.entries[key].references and not self.entries[key].num_children
+            self._remove(key)
+
     def evict(self, num_blocks):
         evicted = []
         while len(evicted) < num_blocks:

@@ -5,7 +5,11 @@ import pytest
 
 from radixkv.cache.contract import Tail
 from radixkv.cache.radix.cache import RadixCache
-from radixkv.cache.radix.eviction import Cost, Lfu, Policy, Probation, make_policy
+from radixkv.cache.radix.eviction import Policy
+from radixkv.cache.radix.policies import make_policy
+from radixkv.cache.radix.policies.cost import Cost
+from radixkv.cache.radix.policies.lfu import Lfu
+from radixkv.cache.radix.policies.probation import Probation
 
 
 def put(cache, tokens, block, tail=None):

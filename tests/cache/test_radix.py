@@ -9,7 +9,7 @@ import pytest
 from radixkv.cache.contract import Tail
 from radixkv.cache.namespace import LoRA, Media, Salt
 from radixkv.cache.radix.cache import RadixCache
-from radixkv.cache.radix.eviction import POLICIES
+from radixkv.cache.radix.policies import POLICIES
 from radixkv.cache.radix.tree import MAX_SPAN_BYTES
 
 

@@ -30,9 +30,10 @@ from radixkv.cache.contract import (
 )
 from radixkv.cache.events import Callback, EventEmitter
 from radixkv.cache.namespace import Interner, Namespace, Part, kinds
-from radixkv.cache.radix.eviction import Policy, make_policy
+from radixkv.cache.radix.eviction import Policy
 from radixkv.cache.radix.invariants import check_tree
 from radixkv.cache.radix.node import BLOCK_ID_BYTES, Node
+from radixkv.cache.radix.policies import make_policy
 from radixkv.cache.radix.snapshot import Span, take
 from radixkv.cache.radix.tenants import CappedTree, TenantCaps, check_caps
 from radixkv.cache.radix.tree import RadixTree
@@ -50,7 +51,7 @@ class RadixCache:
         block_size: tokens in a block, 1 to 1024.
         partial_blocks: share to the token at any block size: matches report how far the next block agrees, and
             released requests may leave a partly filled last block.
-        policy: name of an eviction policy, or one of your own (`radixkv.cache.radix.eviction`).
+        policy: name of one of `radixkv.cache.radix.policies`, or a `Policy` of your own (`radixkv.cache.radix.eviction`).
         tenant_caps: blocks that the cache holds at most of a tenant (a `Salt`) while nobody uses them: a number for
             each of them, or numbers by salt; None: no caps (`radixkv.cache.radix.tenants`).
 

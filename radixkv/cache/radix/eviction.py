@@ -1,22 +1,47 @@
-"""Eviction policies: which leaf of the radix tree goes first. Used by `radixkv.cache.radix.cache`.
+"""What an eviction policy declares: in which order the leaves of the radix tree are evicted. Used by the tree.
 
-A leaf enters the tree's order of leaves when nobody holds it any longer, and leaves it when somebody does; its rank is
-computed once, on entering, so a touch re-keys nothing. The lowest rank goes first, equal ranks in order of entry. All
-ranks are made of logical clock ticks (one per release) so that they never need ageing in place.
+The tree always evicts leaf first and tail first; a policy says which leaf. A policy is a subclass of `Policy` and
+declares three things:
+
+- **rank**: the leaf of the lowest rank is evicted first, leaves of equal rank in the order in which they were queued.
+  `touch` and `evicted` tell the policy what its ranks may depend on.
+- **partial_ageing**: how much older than it is a partly filled block looks.
+- **grows_in_place**: whether one leaf may hold blocks of several ages.
+
+What a subclass leaves as it is, it inherits from lru, and a subclass that overrides nothing is lru. The tree does not
+call the methods that a policy does not override. The policies themselves are in `radixkv.cache.radix.policies`, one a file.
+
+All times are ticks of the tree's logical clock, one for each release.
+
+Cost: `touch` is called once for every node on the path of every release; `rank` once when a leaf is queued (its last
+pin is released, or its last child is evicted), not when it is used; `evicted` once for each leaf that loses blocks.
+Under lru a release calls none of them.
 """
 
-from collections.abc import Callable
-from math import log2
+from __future__ import annotations
+
 from typing import Any, Protocol
+
+from radixkv.cache.radix.leaf_order import LeafOrder
 
 
 class Evictable(Protocol):
-    """What a policy sees of a node of the tree: a span of tokens in blocks, held by nobody."""
+    """What a policy sees of a node of the tree: a span of tokens and the blocks that hold their KV.
 
-    born: int  # tick at which it was inserted
-    stamp: int  # tick at which its last lease was released
-    start: int  # tokens before its first
-    heat: float  # the policy's own; a split copies it to both halves
+    Attributes:
+        born: tick at which it was inserted.
+        stamp: tick of the last release of a request that used it.
+        older: ticks by which `born` and `stamp` are earlier than they were. 0, but for partly filled blocks.
+        start: number of tokens before its first.
+        heat: the policy's own, 0.0 in a new node. A split copies it to both halves, and halves of equal heat may be
+            merged: an immutable value.
+    """
+
+    born: float
+    stamp: float
+    older: float
+    start: int
+    heat: Any
 
     @property
     def num_tokens(self) -> int: ...
@@ -24,128 +49,89 @@ class Evictable(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    def first_prefix(self) -> bytes:
+        """Returns the packed tokens from the root to the end of its first block. O(tokens)."""
+
 
 class Policy:
-    """Least recently used; the others override what they need."""
+    """Least recently used. Other policies override what differs.
+
+    An object serves one cache at a time.
+
+    Attributes:
+        name: what the policy is called in options and reports.
+        partial_ageing: A partly filled block takes a whole block for a few tokens; in a tight pool such blocks would
+            push out blocks that are worth more. So `rank` is shown one whose `born` and `stamp` are earlier by
+            `partial_ageing` * (the empty share of the block) * (the age at which leaves are evicted at present).
+            0: it looks as old as it is.
+        grows_in_place: True: the blocks that a request appends to a leaf that it alone uses become part of the leaf, so
+            that a long conversation stays a few nodes; the leaf keeps the `born` and `heat` of its first blocks. For
+            ranks made of `stamp`, which all blocks of a path get together, that changes nothing. False: blocks of
+            another `born` are a node of their own. For ranks made of `born` or `heat`.
+    """
 
     name = "lru"
+    partial_ageing: float = 1.0
+    grows_in_place: bool = True
+
+    def begin(self) -> LeafOrder:
+        """Called with every new, empty tree: forgets all earlier ones. Returns the order its leaves are to be kept in.
+
+        Override it to start state of your own anew, or to return an order that decides what no rank can.
+        """
+        return LeafOrder()
 
     def touch(self, node: Evictable, tick: int) -> None:
-        """Called at each release, at its tick, on every node of the path that was in use."""
+        """Called at each release, at its tick, on every node of the released path, from its end to the root."""
 
     def rank(self, node: Evictable) -> Any:
-        """Returns the key by which leaves are sorted; the lowest is evicted first."""
+        """Returns the key by which leaves are ordered. Ranks of one policy must compare with each other."""
         return node.stamp
 
-    def evicted(self, rank: Any) -> None:
-        """Called when a leaf is evicted, wholly or in part, with what `rank` said of it."""
+    def evicted(self, node: Evictable, rank: Any, num_left: int) -> None:
+        """Called before blocks of a leaf are evicted.
+
+        Args:
+            rank: what the leaf was queued with.
+            num_left: number of blocks that the leaf keeps, at its front; 0: the leaf goes.
+        """
 
 
-class Fifo(Policy):
-    """First in, first out: by the tick of insertion, whatever happened since."""
+class PartialBlock:
+    """A partly filled block as its policy is to see it: `older` ticks older than it is."""
 
-    name = "fifo"
+    __slots__ = ("_node", "born", "heat", "older", "stamp", "start")
 
-    def rank(self, node: Evictable) -> Any:
-        return (node.born, node.stamp)
+    def __init__(self, node: Evictable, older: float) -> None:
+        self._node = node
+        self.older = older
+        self.born = node.born - older
+        self.stamp = node.stamp - older
+        self.start = node.start
+        self.heat = node.heat
 
+    @property
+    def num_tokens(self) -> int:
+        return self._node.num_tokens
 
-class Lfu(Policy):
-    """Least frequently used with exponential decay.
+    @property
+    def num_blocks(self) -> int:
+        return self._node.num_blocks
 
-    A use at tick t weighs 2**(t / half_life) for ever, so a use counts half as much as one half_life ticks later and no
-    score needs updating as time goes by. `heat` holds log2 of the sum.
-    """
-
-    name = "lfu"
-
-    def __init__(self, half_life: int = 1000) -> None:
-        if half_life < 1:
-            raise ValueError(f"half_life: expected >= 1 ticks, got {half_life}")
-        self.half_life = half_life
-
-    def touch(self, node: Evictable, tick: int) -> None:
-        use = tick / self.half_life
-        high, low = (use, node.heat) if use > node.heat else (node.heat, use)
-        node.heat = high + log2(1.0 + 2.0 ** max(low - high, -1000.0))
-
-    def rank(self, node: Evictable) -> Any:
-        return (node.heat, node.stamp)
+    def first_prefix(self) -> bytes:
+        return self._node.first_prefix()
 
 
-class Cost(Policy):
-    """GreedyDual with the recomputation that a block saves (Cao & Irani 1997; frequency as in GDSF, Cherkasova 1998).
-
-    rank = age + uses * cost per block, where age is the rank of the last leaf evicted (so what is not used again falls
-    behind) and the cost of a token at position p is 1 + p / knee: the linear layers, and attention over p tokens. A
-    block deep in a sequence costs more than one at its front, and a partly filled block saves less than a full one.
-    """
-
-    name = "cost"
-
-    def __init__(self, knee_tokens: int = 30_000) -> None:
-        if not isinstance(knee_tokens, int | float) or not knee_tokens >= 1:
-            raise ValueError(f"knee_tokens: expected a number >= 1, got {knee_tokens!r}")
-        self.knee_tokens = knee_tokens  # where attention costs as much as the rest; 30,500 for Llama-3-8B
-        self._age = 0.0
-
-    def touch(self, node: Evictable, tick: int) -> None:
-        node.heat += 1.0
-
-    def rank(self, node: Evictable) -> Any:
-        middle = node.start + node.num_tokens / 2
-        cost_per_block = node.num_tokens * (1.0 + middle / self.knee_tokens) / node.num_blocks
-        return (self._age + max(node.heat, 1.0) * cost_per_block, node.stamp)
-
-    def evicted(self, rank: Any) -> None:
-        self._age = rank[0]
+def overrides(policy: Policy, method: str) -> bool:
+    """Returns whether a policy has a method of its own in place of the one of `Policy`."""
+    return getattr(getattr(policy, method), "__func__", None) is not getattr(Policy, method)
 
 
-class Probation(Policy):
-    """Least recently used, on probation until the second use: the scan resistance of 2Q (Johnson & Shasha 1994).
-
-    What was used once looks older by a share of the age at which leaves are evicted at present, as a tail does under
-    lru. So what passes through once takes less of the pool from what comes again, in proportion to the pool, and what
-    does come again within the rest of that age has lost nothing.
-    """
-
-    name = "probation"
-
-    def __init__(self, share: float = 0.5) -> None:
-        if not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ValueError(f"share: expected a number of 0 to 1, got {share!r}")
-        self.share = share
-        self._now = self._evicted_stamp = 0
-
-    def touch(self, node: Evictable, tick: int) -> None:
-        node.heat += 1.0
-        self._now = tick
-
-    def rank(self, node: Evictable) -> Any:
-        age = self.share * (self._now - self._evicted_stamp) if node.heat <= 1.0 else 0.0
-        return (node.stamp - age, node.stamp)
-
-    def evicted(self, rank: Any) -> None:
-        self._evicted_stamp = rank[1]
-
-
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "lru": Policy,
-    "lfu": Lfu,
-    "fifo": Fifo,
-    "cost": Cost,
-    "probation": Probation,
-}
-
-
-def make_policy(policy: str | Policy) -> Policy:
-    """Returns the policy of that name, or the policy given.
-
-    Raises:
-        ValueError: no policy has that name.
-    """
-    if isinstance(policy, Policy):
-        return policy
-    if not isinstance(policy, str) or policy not in POLICIES:
-        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
-    return POLICIES[policy]()
+def check_policy(policy: Policy) -> Policy:
+    """Returns a policy; raises ValueError where what it declares is of no meaning."""
+    ageing, grows = policy.partial_ageing, policy.grows_in_place
+    if isinstance(ageing, bool) or not isinstance(ageing, int | float) or not 0 <= ageing < float("inf"):
+        raise ValueError(f"policy.partial_ageing: expected a number >= 0, got {ageing!r}")
+    if not isinstance(grows, bool):
+        raise ValueError(f"policy.grows_in_place: expected True or False, got {grows!r}")
+    return policy

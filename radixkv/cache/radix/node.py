@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from radixkv.cache.radix.child_order import ChildOrder
@@ -34,6 +36,8 @@ class Node:
         "start",
     )
 
+    older = 0.0  # a policy sees a partly filled block through a `PartialBlock`, which may look older
+
     def __init__(self, span: bytes, blocks: bytes, parent: Node | None, start: int, born: int) -> None:
         self.span = span
         self.blocks = blocks
@@ -47,7 +51,7 @@ class Node:
         self.fresh = 0  # blocks at the end of the span that were inserted since the last commit
         self.born = born
         self.stamp = born
-        self.heat = 0.0
+        self.heat: Any = 0.0  # the policy's own
         self.entry = 0  # of the order of leaves; 0: it is in none
 
     @property
@@ -62,6 +66,15 @@ class Node:
     def is_computed(self) -> bool:
         """Whether its first block is of a finished step, so that rows can be copied from it."""
         return self.fresh < self.num_blocks
+
+    def first_prefix(self) -> bytes:
+        """Returns the packed tokens from the root to the end of the first block; empty at the root. O(tokens)."""
+        path = [self.span[: len(self.span) // max(self.num_blocks, 1)]]
+        above = self.parent
+        while above is not None:
+            path.append(above.span)
+            above = above.parent
+        return b"".join(reversed(path))
 
     def num_common_tokens(self, key: bytes, at: int, is_plain: bool) -> int:
         """Counts the tokens that the span and a key from byte `at` on have in common.

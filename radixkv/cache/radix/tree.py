@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.cache.radix.eviction import Policy
+from radixkv.cache.radix.eviction import PartialBlock, Policy, overrides
 from radixkv.cache.radix.leaf_order import LeafOrder
 from radixkv.cache.radix.node import BLOCK_ID_BYTES, Node
 from radixkv.cache.radix.watches import TreeWatches
@@ -38,11 +38,15 @@ class RadixTree:
         self.block_size = block_size
         self.width = block_size * TOKEN_BYTES
         self.policy = policy
-        # lru needs the stamp alone: do not pay for two calls on every node of every release
-        self._is_lru = type(policy) is Policy
+        # What a policy inherits from lru is done here, without a call for every node of every release.
+        self._is_touched = overrides(policy, "touch")
+        self._is_ranked = overrides(policy, "rank")
+        self._is_told = overrides(policy, "evicted")
+        self._partial_ageing = policy.partial_ageing
+        self._grows_in_place = policy.grows_in_place
         self.root = Node(b"", b"", None, 0, 0)
         self.root.pins = 1  # never a leaf, and the end of every walk up
-        self.leaves = LeafOrder()
+        self.leaves = policy.begin()
         self.last = LeafOrder(first_entry=-(2**62))  # entries below zero: a node tells which order it is in
         self.watches = TreeWatches(self)
         self._watched = self.watches.endings
@@ -149,7 +153,7 @@ class RadixTree:
         The first ancestor that is still pinned is stamped too, though it may be stamped again: if its last pin goes
         without a stamp, it must not look older than what was released below it.
         """
-        if stamp is not None and not self._is_lru:
+        if stamp is not None and self._is_touched:
             self._touch(node, stamp)
         while True:
             node.pins -= 1
@@ -184,19 +188,16 @@ class RadixTree:
             self.superseded += np.frombuffer(node.blocks, np.int32).tolist()
             self._detach(node)
             return
-        rank: Any
         if self._watched and (wanted := self.watches.wanted(node)) and wanted[0] == len(node.span):
             self.last.add(node, wanted[1])
             return
-        if not self._is_lru:
-            rank = self.policy.rank(node)
-        elif len(node.span) >= self.width:
-            rank = node.stamp
+        rank: Any
+        if len(node.span) >= self.width or not self._partial_ageing:
+            rank = self.policy.rank(node) if self._is_ranked else node.stamp
         else:
-            # A tail takes a whole block for a few tokens. Let it look older by the share that is empty of the age at
-            # which leaves are evicted at present; else, in a tight pool, tails push out blocks worth more.
             empty = 1 - len(node.span) / self.width
-            rank = node.stamp - empty * (self.clock - self._evicted_stamp)
+            older = self._partial_ageing * empty * (self.clock - self._evicted_stamp)
+            rank = self.policy.rank(PartialBlock(node, older)) if self._is_ranked else node.stamp - older
         self.leaves.add(node, rank)
 
     # ---- growing. A pin of the caller's on `node` moves on to the node returned.
@@ -215,8 +216,8 @@ class RadixTree:
     def _append(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:
         if node.children:
             self._supersede(node.tail_before(span))
-        # New blocks of another age than the node's would be evicted in its turn, where the policy tells ages apart.
-        if node.pins == 1 and not node.children and node is not self.root and (self._is_lru or node.born == self.clock):
+        is_alone = node.pins == 1 and not node.children and node is not self.root
+        if is_alone and (self._grows_in_place or node.born == self.clock):
             room = max(MAX_SPAN_BYTES - len(node.span), 0) // self.width
             if room:
                 self._extend(node, span[: room * self.width], blocks[: room * BLOCK_ID_BYTES], is_plain)
@@ -283,12 +284,12 @@ class RadixTree:
         while needed and (first := self.leaves.first() or self.last.first()):
             rank, node = first
             self._evicted_stamp = node.stamp
-            if not self._is_lru and node.entry > 0:
-                self.policy.evicted(rank)
             size = len(node.blocks) // BLOCK_ID_BYTES
             kept = max(size - needed, 0)
             if self._watched and node.entry > 0 and (wanted := self.watches.wanted(node)):
                 kept = max(kept, wanted[0] // self.width)  # what goes on after that first
+            if self._is_told and node.entry > 0:
+                self.policy.evicted(node, rank, kept)
             needed -= size - kept
             evicted.extend(reversed(np.frombuffer(node.blocks, np.int32, size - kept, kept * BLOCK_ID_BYTES).tolist()))
             if kept:

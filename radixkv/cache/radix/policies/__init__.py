@@ -1,0 +1,58 @@
+"""The eviction policies, one a file: a file of this folder that holds a subclass of `Policy` is one of them.
+
+Options list it, the experiments measure it and the tests run on it because it is in POLICIES. docs/policies.md says how
+to write one.
+
+>>> sorted(POLICIES)
+['cost', 'fifo', 'lfu', 'lru', 'probation', 's3fifo', 'sieve']
+"""
+
+from collections.abc import Iterable
+from importlib import import_module
+from inspect import getmembers, isclass
+from pkgutil import iter_modules
+
+from radixkv.cache.radix.eviction import Policy, check_policy
+
+
+def find_policies(package: str, folders: Iterable[str]) -> dict[str, type[Policy]]:
+    """Returns lru, and the policy of each file of a package, by name.
+
+    Args:
+        package: its name.
+        folders: its paths.
+
+    Raises:
+        ValueError: a file does not hold exactly one policy, or one of a name that is taken.
+    """
+    found: dict[str, type[Policy]] = {Policy.name: Policy}
+    for file in iter_modules(folders):
+        module = import_module(f"{package}.{file.name}")
+        here = [
+            each
+            for _, each in getmembers(module, isclass)
+            if issubclass(each, Policy) and each.__module__ == module.__name__
+        ]
+        if len(here) != 1:
+            raise ValueError(f"{module.__name__}: expected one subclass of Policy, got {len(here)}")
+        (policy,) = here
+        if policy.name in found:
+            raise ValueError(f"{module.__name__}: expected a name that is not taken, got {policy.name!r}")
+        found[policy.name] = policy
+    return found
+
+
+POLICIES = find_policies(__name__, __path__)
+
+
+def make_policy(policy: str | Policy) -> Policy:
+    """Returns a new policy of that name, or the policy given.
+
+    Raises:
+        ValueError: no policy has that name, or the policy given declares what has no meaning.
+    """
+    if isinstance(policy, Policy):
+        return check_policy(policy)
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    return check_policy(POLICIES[policy]())
