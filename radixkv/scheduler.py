@@ -24,6 +24,7 @@ from radixkv.cache.base import check_count, take_over
 from radixkv.cache.namespace import parts
 from radixkv.cache.watch import Watch
 from radixkv.kv_manager import BlockCopy, KVManager
+from radixkv.ordering import ORDERS
 from radixkv.request import Request
 from radixkv.running import RunningSequences
 from radixkv.sequence import Sequence
@@ -61,6 +62,8 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if check_count(name, getattr(self, name)) == 0:
                 raise ValueError(f"{name}: expected an int >= 1, got 0")
+        if self.order not in ORDERS:
+            raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {self.order!r}")
         check_count("max_overtakes", self.max_overtakes)
         check_count("seed", self.seed)
         if not isinstance(self.queue_aware, bool):

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from test_isolation import PROMPT, shadow_engine
 
-from radixkv import kv_manager
+from radixkv import held_signals, kv_manager
 from radixkv.cache.radix import RadixCache
 from radixkv.held_signals import HeldSignals
 from radixkv.request import SamplingParams
@@ -154,3 +154,22 @@ def test_a_ctrl_c_while_generate_runs_aborts_its_requests():
     assert other.num_tokens == 20
     sizes = engine.scheduler.manager.sizes
     assert sizes.private == sizes.pinned == 0
+
+
+@pytest.mark.parametrize("place", range(1, 5))
+def test_what_fails_while_signals_are_taken_gives_them_back(monkeypatch, place):
+    before = {number: signal.getsignal(number) for number in held_signals.HELD}
+    left = place
+
+    def fails(number):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise MemoryError("planted")
+        return signal.getsignal(number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(held_signals._signal, "getsignal", fails)
+        with pytest.raises(MemoryError), HeldSignals():
+            raise AssertionError("not reached")
+    assert {number: signal.getsignal(number) for number in held_signals.HELD} == before
