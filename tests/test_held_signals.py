@@ -159,14 +159,14 @@ def test_a_ctrl_c_while_generate_runs_aborts_its_requests():
 @pytest.mark.parametrize("place", range(1, 5))
 def test_what_fails_while_signals_are_taken_gives_them_back(monkeypatch, place):
     before = {number: signal.getsignal(number) for number in held_signals.HELD}
-    left = place
+    left, getsignal = place, held_signals._signal.getsignal
 
     def fails(number):
         nonlocal left
         left -= 1
         if not left:
             raise MemoryError("planted")
-        return signal.getsignal(number)
+        return getsignal(number)
 
     with monkeypatch.context() as patched:
         patched.setattr(held_signals._signal, "getsignal", fails)

@@ -2,9 +2,10 @@
 
 The mask function is part of it: without one, transformers hands every attention function `attention_mask=None`, padded
 batches included. Ours is transformers' own mask that is added to the scores, never left out: models whose attention is
-their own add it as well, where a boolean one would add 1 to what is seen and hide nothing. What a mask means is read off
-the mask alone: any in which the keys that a query sees have no gap is exact (causal, windows, padding on either side, packed sequences,
-chunks, bidirectional blocks as in Gemma 3 and PaliGemma, caches with free room behind); any other is refused.
+their own add it as well, where a boolean one would add 1 to what is seen and hide nothing. What a mask means is read
+off the mask alone: any in which the keys that a query sees have no gap is exact (causal, windows, padding on either
+side, packed sequences, chunks, bidirectional blocks as in Gemma 3 and PaliGemma, caches with free room behind); any
+other is refused.
 
 The model's own KV cache is read in place, as blocks; sequences start at their first real token, so a row of a padded
 batch has the bits it has alone. Forward only.
