@@ -67,6 +67,7 @@ def targets():
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_exists_with_its_options(command, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")

@@ -39,11 +39,15 @@ class HeldSignals:
     def __enter__(self) -> HeldSignals:
         if threading.get_ident() == threading.main_thread().ident:
             self._holder = sys._getframe(1)
-            for number in HELD:
-                handler = _signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    _signal.signal(number, self._arrived)
+            try:
+                for number in HELD:
+                    handler = _signal.getsignal(number)
+                    if callable(handler):
+                        self._handlers[number] = handler
+                        _signal.signal(number, self._arrived)
+            except BaseException:
+                self._give_back()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,6 +30,7 @@ from radixkv.scheduling.request import Request
 from radixkv.scheduling.running import RunningSequences
 from radixkv.scheduling.sequence import Sequence
 from radixkv.scheduling.waiting import WaitingQueue
+from radixkv.scheduling.ordering import ORDERS
 
 # Waiting sequences passed over in one step because another computes what they need next.
 MAX_SKIPPED = 32
@@ -62,6 +63,8 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if check_count(name, getattr(self, name)) == 0:
                 raise ValueError(f"{name}: expected an int >= 1, got 0")
+        if self.order not in ORDERS:
+            raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {self.order!r}")
         check_count("max_overtakes", self.max_overtakes)
         check_count("seed", self.seed)
         if not isinstance(self.queue_aware, bool):

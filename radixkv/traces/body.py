@@ -3,6 +3,8 @@
 Which keys, and where each goes, stands in `radixkv.traces.keys`. The readers of requests and conversations call it.
 """
 
+import json
+from contextlib import suppress
 from typing import Any
 
 from radixkv.cache.namespace import LoRA, Salt
@@ -87,7 +89,7 @@ def namespace_of(body: Fields, record: Fields) -> tuple[LoRA | Salt, ...]:
         for holder in holders:
             value = holder.get(key)
             if value is not None:
-                name = json_text(value, key) if isinstance(value, dict) else label_of(value, holder.path(key))
+                name = _adapter(value, key) if isinstance(value, dict) else label_of(value, holder.path(key))
                 if name:
                     found.append(LoRA(check_text(name, holder.path(key))))
                 break
@@ -111,12 +113,20 @@ def packed_ids(holder: Fields, key: str, value: Any = None) -> bytes:
         raise BadRecord(f"{name}: expected token ids in 0..{2**31 - 1}") from None
 
 
+def _adapter(value: dict[str, Any], key: str) -> str:
+    """The name of an adapter that is described by an object, whatever the order of its keys."""
+    return json_text(dict(sorted(value.items())), key)
+
+
 def _section(body: Fields, keys: tuple[str, ...], title: str, tag: str) -> str:
     lines = []
     for key in keys:
         value, name = body.get(key), body.path(key)
         if not value and (value is None or isinstance(value, list)):
             continue
+        if tag == "tools" and isinstance(value, str):  # ShareGPT's: the list as text
+            with suppress(ValueError):
+                value = json.loads(value)
         if tag == "tools" and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
             raise BadRecord(f"{name}: expected a list of objects, got {kind(value)}")
         for each in value if isinstance(value, list) else [value]:

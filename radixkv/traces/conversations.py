@@ -85,7 +85,7 @@ class Conversation:
 def _seconds(value: Any, name: str) -> float:
     seconds = seconds_of(value, name)
     if seconds is None:
-        raise BadRecord(f"{name}: expected a time, got null")
+        raise BadRecord(f"{name}: expected a time, got none")
     return seconds
 
 

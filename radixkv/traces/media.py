@@ -24,6 +24,8 @@ MEDIA_TYPES = (
 _HOLDERS = ("source", "image_url", "input_audio", "audio_url", "video_url", "image", "audio", "video", "file")
 _DATA = ("data", "file_data", "bytes", "base64")
 _NAMES = ("url", "file_url", "uri", "path", "file_id", "fileId")
+_LEAST_DATA = 64
+"""Shorter texts under the name of a type are names: the smallest PNG has 67 bytes, and "img001" would decode too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,17 @@ def media_part(part: Fields) -> MediaPart:
             value = part.value[key]
             if isinstance(value, dict):
                 return media_part(part.inside(key, MEDIA))
-            return media_of(part.get(key), part.path(key), may_be_data=key not in _NAMES)
+            return media_of(part.get(key), part.path(key), is_data=None if key in _HOLDERS else key in _DATA)
     raise BadRecord(f"{part.name}: expected its data, url or file_id, got {shown_keys(part.value)}")
 
 
-def media_of(value: Any, name: str, *, may_be_data: bool = True) -> MediaPart:
+def media_of(value: Any, name: str, *, is_data: bool | None = None) -> MediaPart:
     """Digests data in base64, a URL, or a name.
 
     Args:
         value: decoded JSON; a `data:` URL is its data.
         name: what errors call it.
-        may_be_data: where it can be base64 it is; else it is a name.
+        is_data: whether it is base64 where it can be; else it is a name. None: where it can be and is long.
 
     Raises:
         BadRecord: no text, or none in it.
@@ -70,16 +72,21 @@ def media_of(value: Any, name: str, *, may_be_data: bool = True) -> MediaPart:
         if found is None:
             raise BadRecord(f"{name}: expected base64 data, got {shown(value)}")
     else:
-        found = _base64(text) if may_be_data and b"://" not in text else None
+        is_data = len(text) >= _LEAST_DATA if is_data is None else is_data
+        found = _base64(text) if is_data and b"://" not in text else None
         if found is None:
             found = b"name:" + text
     return MediaPart(hashlib.sha256(found).hexdigest()[:32])
 
 
 def _base64(data: bytes) -> bytes | None:
-    """Returns what is encoded, of either alphabet, broken into lines or not, padded or not; None where nothing is."""
+    """Returns what is encoded, of either alphabet, broken into lines or not, padded or not; None where nothing is.
+
+    Two texts that encode the same differ in nothing else: the unused bits of the last character are 0.
+    """
     packed = b"".join(data.split()).translate(bytes.maketrans(b"-_", b"+/")).rstrip(b"=")
     try:
-        return base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
+        found = base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
     except binascii.Error:
         return None
+    return found if base64.b64encode(found).rstrip(b"=") == packed else None

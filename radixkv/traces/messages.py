@@ -114,7 +114,7 @@ def images_of(holder: Fields) -> Parts:
         return ()
     if not isinstance(images, list):
         raise BadRecord(f"{holder.path('images')}: expected a list, got {kind(images)}")
-    return tuple(media_of(image, f"{holder.path('images')}[{at}]") for at, image in enumerate(images))
+    return tuple(media_of(image, f"{holder.path('images')}[{at}]", is_data=True) for at, image in enumerate(images))
 
 
 def json_text(value: Any, name: str) -> str:

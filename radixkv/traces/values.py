@@ -40,7 +40,7 @@ def seconds_of(value: Any, name: str, unit_s: float = 1.0) -> float | None:
     Raises:
         BadRecord: anything else.
     """
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return None
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         value = float(value)

@@ -485,6 +485,13 @@ def test_a_part_belongs_to_one_owner(model):
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))  # all of it goes on working
 
 
+def test_limits_that_are_refused_leave_the_cache_free():
+    cache = RadixCache(16)
+    with pytest.raises(ValueError, match="order: expected one of"):
+        Engine.from_pretrained("tiny_gpt", cache=cache, scheduler=SchedulerConfig(order="shortest"), num_blocks=60)
+    Engine.from_pretrained("tiny_gpt", cache=cache, num_blocks=60)
+
+
 def test_a_cache_that_holds_blocks_of_another_pool_is_refused():
     cache = RadixCache(4)
     lease = cache.acquire(range(8))

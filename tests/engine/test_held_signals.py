@@ -11,6 +11,7 @@ from radixkv.cache.radix.cache import RadixCache
 from radixkv.engine.held_signals import HeldSignals
 from radixkv.scheduling.request import SamplingParams
 from tests.test_isolation import PROMPT, shadow_engine
+from radixkv.engine import held_signals
 
 
 def interrupt():
@@ -150,3 +151,22 @@ def test_a_ctrl_c_while_generate_runs_aborts_its_requests():
     assert other.num_tokens == 20
     sizes = engine.scheduler.manager.sizes
     assert sizes.private == sizes.pinned == 0
+
+
+@pytest.mark.parametrize("place", range(1, 5))
+def test_what_fails_while_signals_are_taken_gives_them_back(monkeypatch, place):
+    before = {number: signal.getsignal(number) for number in held_signals.HELD}
+    left, getsignal = place, held_signals._signal.getsignal
+
+    def fails(number):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise MemoryError("planted")
+        return getsignal(number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(held_signals._signal, "getsignal", fails)
+        with pytest.raises(MemoryError), HeldSignals():
+            raise AssertionError("not reached")
+    assert {number: signal.getsignal(number) for number in held_signals.HELD} == before

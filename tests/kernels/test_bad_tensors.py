@@ -133,8 +133,6 @@ def test_wrong_tensors_are_refused_or_harmless(name, data):
         return
     outs = [out] if isinstance(out, torch.Tensor) else list(out or ())
     for tensor in outs:
-        if (key, how) == ("q", "longer"):
-            tensor = tensor[
-                : len(tensor) // 2
-            ]  # what is after cu_seqlens_q's end is padding, and its output not defined
+        if name == "paged_attention":  # what is after cu_seqlens_q's end is padding, and its output not defined
+            tensor = tensor[: int(arguments["cu_seqlens_q"][-1])]
         assert tensor.device.type == "cpu" and not tensor.isnan().any(), (key, how)

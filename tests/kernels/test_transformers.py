@@ -365,3 +365,28 @@ def test_gpt_oss_differs_from_eager_by_its_experts_alone():
         flipped |= (mine.sort(-1).values != eagers.sort(-1).values).any(-1).view(2, 200)
     since = flipped.cummax(1).values
     assert float(((free - want).abs().amax(-1) * ~since).max()) <= explained
+
+
+OWN_ATTENTION = {
+    "Bloom": {"vocab_size": 97, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "Mpt": {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "XGLM": {"vocab_size": 97, "d_model": 64, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", OWN_ATTENTION)
+def test_models_that_never_call_an_attention_function_still_hide_what_the_mask_hides(kind):
+    """They add the mask to their scores: a boolean one would hide nothing."""
+    config = getattr(transformers, f"{kind}Config")(**OWN_ATTENTION[kind])
+    eager, ours = pair_of(getattr(transformers, f"{kind}ForCausalLM"), config)
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    want, got = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (eager, ours))
+    assert torch.equal(want, got)
+    changed = ids.clone()
+    changed[:, -1] = 3  # nothing before it sees it
+    assert torch.equal(
+        ours(changed, attention_mask=mask).logits[:, 4:-1], ours(ids, attention_mask=mask).logits[:, 4:-1]
+    )

@@ -196,7 +196,7 @@ GOOD = {"role": "assistant", "content": "x"}
         ({"messages": [{**GOOD, "tool_calls": [{"function": None}]}]}, "function: expected an object, got null"),
         ({"messages": [{**GOOD, "function_call": {"name": None}}]}, "function_call.name: expected a string"),
         ({"messages": [GOOD], "timestamps": [1, 2]}, "timestamps: expected a list of 1, .*, got 2"),
-        ({"messages": [GOOD], "timestamps": [None]}, r"timestamps\[0\]: expected a time, got null"),
+        ({"messages": [GOOD], "timestamps": [None]}, r"timestamps\[0\]: expected a time, got none"),
         ({"messages": [GOOD], "timestamps": [True]}, r"timestamps\[0\]: expected a finite number"),
         ({"messages": [GOOD], "timestamps": "x"}, "timestamps: expected a list of 1, .*, got a string"),
         ({"messages": [GOOD], "tools": "x"}, "tools: expected a list of objects, got a string"),

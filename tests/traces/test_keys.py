@@ -632,3 +632,20 @@ def test_texts_are_compared_as_they_are_written(tmp_path):
     texts = ["\u00e9", "e\u0301", "\ufb01", "fi", " x", "x ", "x\r\n", "x\n", "\u200bx"]
     path = write_lines(tmp_path / "t", *({"prompt": text} for text in texts))
     assert [prompt for _, prompt, _ in read_texts(path)] == texts
+
+
+def test_an_adapter_described_in_another_order_is_the_same(tmp_path):
+    described = {"lora_name": "q", "lora_int_id": 1}
+    records = [{"prompt": "p", "lora_request": each} for each in (described, dict(reversed(described.items())))]
+    one, other = open_trace(write_lines(tmp_path / "t", *records))
+    assert one.namespace == other.namespace is not None
+
+
+def test_tools_as_text_are_the_tools(tmp_path):
+    asked = {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]}
+    one, other = open_trace(
+        write_lines(tmp_path / "t", asked | {"tools": [TOOL]}, asked | {"tools": json.dumps([TOOL])})
+    )
+    assert one.prompt == other.prompt
+    with pytest.raises(TraceError, match="tools: expected a list of objects, got a string"):
+        list(open_trace(write_lines(tmp_path / "t", asked | {"tools": "call me"})))

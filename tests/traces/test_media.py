@@ -140,3 +140,22 @@ def test_odd_text_where_a_picture_is_expected(tmp_path, value):
     for part in ({"type": "image", "image": value}, {"type": "image_url", "image_url": value}):
         path = write_lines(tmp_path / "t", {"messages": [{"role": "user", "content": [part]}]})
         assert len(list(open_trace(path, skip_bad=True))) < 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("img001", "img002"), ("img/01", "img/02"), ("clips/a1", "clips/a 1"), ("a-1", "a+1"), ("a", "a=")],
+)
+@pytest.mark.parametrize("key", ["image", "image_url", "video"])
+def test_names_that_could_be_base64_are_told_apart(tmp_path, one, other, key):
+    """Both decode to the same bytes where the last character's unused bits, blanks and the alphabet don't count."""
+    found = digests(tmp_path / "t", [{"type": key, key: name} for name in (one, other)])
+    assert len(set(found)) == 2
+
+
+def test_text_that_encodes_nothing_exactly_is_a_name(tmp_path):
+    data = encoded(bytes(range(100)))  # ends with "Yw==": the unused bits of "w" are 0
+    other = data.replace("Yw==", "Yx==")
+    assert (
+        len(set(digests(tmp_path / "t", [{"type": "image", "source": {"data": text}} for text in (data, other)]))) == 2
+    )

@@ -31,18 +31,22 @@ def read(path, stamps, **options):
         ([None, -7, -9], [2, 0, 1]),
         ([0, None, -1], [2, 0, 1]),
         ([None, None], [0, 1]),
+        ([3, "", 1], [2, 0, 1]),  # empty text is none
+        ([" ", 1], [0, 1]),
     ],
 )
 def test_a_request_without_a_timestamp_keeps_its_place(tmp_path, stamps, order):
     found, trace = read(tmp_path / "t", stamps)
     assert found == order
-    untimed, mixed = stamps.count(None), 0 < stamps.count(None) < len(stamps)
+    without = [at for at, stamp in enumerate(stamps) if stamp is None or isinstance(stamp, str)]
+    untimed = len(without)
+    mixed = 0 < untimed < len(stamps)
     assert trace.counts.untimed.num_requests == (untimed if mixed else 0)
     assert trace.counts.unordered.num_requests == 0
     assert bool(trace.counts.remarks()) == mixed
     if mixed:
         (line,) = trace.counts.remarks()
-        assert f"{tmp_path / 't'}: line {stamps.index(None) + 1}: " in line
+        assert f"{tmp_path / 't'}: line {without[0] + 1}: " in line
         assert line.startswith("1 request is" if untimed == 1 else f"{untimed} requests are")
 
 

@@ -1,9 +1,11 @@
 """Hugging Face transformers: `register()`, then `attn_implementation="radixkv"`.
 
 The mask function is part of it: without one, transformers hands every attention function `attention_mask=None`, padded
-batches included. Ours is transformers' own boolean mask, never left out. What a mask means is read off the mask alone:
-any in which the keys that a query sees have no gap is exact (causal, windows, padding on either side, packed sequences,
-chunks, bidirectional blocks as in Gemma 3 and PaliGemma, caches with free room behind); any other is refused.
+batches included. Ours is transformers' own mask that is added to the scores, never left out: models whose attention is
+their own add it as well, where a boolean one would add 1 to what is seen and hide nothing. What a mask means is read
+off the mask alone: any in which the keys that a query sees have no gap is exact (causal, windows, padding on either
+side, packed sequences, chunks, bidirectional blocks as in Gemma 3 and PaliGemma, caches with free room behind); any
+other is refused.
 
 The model's own KV cache is read in place, as blocks; sequences start at their first real token, so a row of a padded
 batch has the bits it has alone. Forward only.
@@ -35,11 +37,11 @@ def register(name: str = NAME) -> None:
 
 
 def whole_mask(*args: Any, **kwargs: Any) -> Tensor:
-    """Transformers' mask function: `sdpa_mask`, [batch, 1, q_len, kv_len] bool, which it may leave out nowhere."""
-    from transformers.masking_utils import sdpa_mask
+    """Transformers' mask function: `eager_mask`, [batch, 1, q_len, kv_len], 0 or the least number; left out nowhere."""
+    from transformers.masking_utils import eager_mask
 
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    mask = sdpa_mask(*args, **kwargs)
+    mask = eager_mask(*args, **kwargs)
     assert mask is not None, "neither way of leaving the mask out was allowed"
     return mask
 

@@ -23,7 +23,7 @@ from tests.sampling import few
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
-FOREST_COUNT, A_TEST, MANY = 20, 5, 300
+FOREST_COUNT, A_TEST, MANY = 20, 10, 300
 FEATURES = {
     "block_size": [1, 3, 16, 64],
     "group_size": [1, 3, 4, 8],
