@@ -517,7 +517,7 @@ FAULTS = [
         INTERRUPTIONS,
     ),
     Fault(
-        "SIGTERM is no interruption", "lab:", '("SIGINT", "SIGTERM", "SIGHUP")', '("SIGINT", "SIGHUP")', INTERRUPTIONS
+        "SIGTERM is no interruption", "run:", '("SIGINT", "SIGTERM", "SIGHUP")', '("SIGINT", "SIGHUP")', INTERRUPTIONS
     ),
     Fault(
         "workers are left where a run is stopped",
