@@ -20,21 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments import serving
-from experiments.lab import (
-    Data,
-    Entry,
-    Figure,
-    Row,
-    console,
-    draw,
-    fail,
-    grouped,
-    parser,
-    print_table,
-    progress,
-    pyplot,
-    save,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, console, fail, grouped, parser, print_table, progress, save
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Data, draw
 from radixkv.blocks.replay import CACHES, CacheConfig, Replay
 from radixkv.cache.contract import check_block_size
 from radixkv.cache.hashing import ALGORITHMS

@@ -27,7 +27,7 @@ _FORMATS: dict[str, Format] = {format.name: format for format in _registered()}
 # In the order in which they are asked whether a record is theirs.
 _JSON_FORMATS = sorted((f for f in _FORMATS.values() if isinstance(f, JsonFormat)), key=lambda format: format.rank)
 _ROW_FORMATS = [format for format in _FORMATS.values() if isinstance(format, RowFormat)]
-FORMATS = tuple(format.name for format in (*_JSON_FORMATS, *_ROW_FORMATS))
+FORMATS = (*(json.name for json in _JSON_FORMATS), *(rows.name for rows in _ROW_FORMATS))
 
 _FOREIGN_STARTS = {
     b"\x28\xb5\x2f\xfd": "zstd; decompress it first",
