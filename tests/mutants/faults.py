@@ -518,8 +518,8 @@ FAULTS = [
     Fault(
         "a general format takes another's records",
         "formats:",
-        "key=lambda format: format.rank",
-        "key=lambda format: -format.rank",
+        "lambda format: format.rank",
+        "lambda format: -format.rank",
         ("tests/traces/test_block_ids.py",),
     ),
     # ---- experiments
