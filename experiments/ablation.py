@@ -20,19 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    draw_bars,
-    grouped,
-    parser,
-    print_table,
-    pyplot,
-    run_experiment,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, parser, print_table
+from experiments.lab.plots import Figure, draw_bars, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from experiments.workloads import pool_blocks
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager, SequenceBlocks

@@ -278,8 +278,8 @@ def gather_sdpa_by_sequence(batch: Batch) -> Peer:
     return run
 
 
-def as_people_write_it(batch: Batch) -> Peer:
-    """Decode as people write it: index the cache by the block table, SDPA with enable_gqa."""
+def indexed_sdpa(batch: Batch) -> Peer:
+    """Decode as it is often written: index the cache by the block table, SDPA with enable_gqa."""
     shape = (batch.num_seqs, batch.context, batch.num_kv_heads, batch.q.shape[2])
 
     def run() -> Tensor:

@@ -14,7 +14,10 @@ from statistics import mean as mean_of
 
 import numpy as np
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, command, draw_lines, grouped, print_table, pyplot
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, print_table
+from experiments.lab.plots import Figure, draw_lines, pyplot
+from experiments.lab.run import Cell, Data, command
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
 

@@ -19,20 +19,10 @@ from functools import partial
 
 import numpy as np
 
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    draw_bars,
-    grouped,
-    parser,
-    print_table,
-    progress,
-    pyplot,
-    run_experiment,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, parser, print_table, progress
+from experiments.lab.plots import Figure, draw_bars, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from experiments.workloads import PAPER_WORKLOADS, available, is_conversation, pool_blocks, sample_of
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager

@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, fail, parser, print_table, pyplot, run_experiment
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, fail, parser, print_table
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from experiments.serving import summarize
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager

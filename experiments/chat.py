@@ -18,7 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, parser, print_table, pyplot, run_experiment
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize, warm_up
 from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.engine.engine import Engine

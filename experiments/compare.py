@@ -20,21 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments import serving
-from experiments.lab import (
-    Data,
-    Entry,
-    Figure,
-    Row,
-    console,
-    draw,
-    fail,
-    grouped,
-    parser,
-    print_table,
-    progress,
-    pyplot,
-    save,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, console, fail, grouped, parser, print_table, progress, save
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Data, draw
 from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.blocks.replay import Replay
 from radixkv.cache.contract import check_block_size
@@ -236,12 +225,8 @@ def replay(trace: Any, name: str, config: Config) -> list[Row]:
     finally:
         gc.enable()
     optimum = replays[best].num_cached_tokens
-    if trace.tokenizer is not None:
-        tokens = trace.tokenizer.name
-    else:
-        tokens = "random" if not trace.formats else "block ids" if trace.sharing_known else "lengths"
     formats = ", ".join(dict.fromkeys(trace.formats))
-    more = {"tokens": tokens, "format": formats, "remarks": trace.counts.remarks()}
+    more = {"tokens": trace.tokens, "format": formats, "caveats": trace.caveats, "remarks": trace.counts.remarks()}
     return [_row(name, replays[cache], optimum, config) | more for cache in config.caches()]
 
 
@@ -384,13 +369,7 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
     ]
     if rows[0]["tokens"] == "bytes":
         lines.append("tokens are UTF-8 bytes, three to four for each of a model's: --tokenizer qwen3 counts those")
-    if rows[0]["tokens"] == "block ids":
-        lines.append(
-            "a trace of block ids tells of sharing by its own blocks alone: what is shared inside one is unknown"
-        )
-    if rows[0]["tokens"] == "lengths":
-        lines.append("a trace of lengths does not tell what is shared: hits mean nothing")
-    return lines
+    return [*lines, *rows[0].get("caveats", ())]
 
 
 def _warnings(row: Row) -> list[str]:

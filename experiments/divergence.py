@@ -18,20 +18,11 @@ from functools import partial
 
 import numpy as np
 
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    draw_bars,
-    grouped,
-    parser,
-    print_table,
-    pyplot,
-    run_experiment,
-)
-from experiments.workloads import shared_traces
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, parser, print_table
+from experiments.lab.plots import Figure, draw_bars, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
+from experiments.workloads import FILES, shared_traces
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import Replay
@@ -39,7 +30,7 @@ from radixkv.traces import open_trace
 
 ENTRY = Entry("prefixes", seconds=20, place=5)
 
-TRACES = ("tot_game24.requests.jsonl", "mtbench101.conversations.jsonl")
+TRACES = ("tot_game24", "mtbench101")
 
 
 @dataclass(frozen=True)
@@ -292,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--trace", nargs="*", help="trace files (game of 24 and mtbench101, where they are)")
     options.add_argument("--tokenizer", default=Config.tokenizer, help="of traces of text (qwen3)")
     given = options.parse_args(arguments)
-    traces = shared_traces(*TRACES) if given.trace is None else given.trace
+    traces = shared_traces(*(FILES[name] for name in TRACES)) if given.trace is None else given.trace
     config = Config(trace=tuple(map(str, traces)), tokenizer=given.tokenizer)
     if given.smoke:
         config = replace(config, longest=600, every=256, all_below=20, num_requests=3, limit=200)

@@ -23,20 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    draw_lines,
-    grouped,
-    parser,
-    print_table,
-    pyplot,
-    resident_bytes,
-    run_experiment,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, parser, print_table, resident_bytes
+from experiments.lab.plots import Figure, draw_lines, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import BlockCopy, KVManager
 from radixkv.cache.namespace import Salt

@@ -1,4 +1,4 @@
-"""When blocks run short, who gives way first: cached prefixes that nobody uses now, or a running request?
+"""When blocks run short, what gives way first: cached prefixes that no request uses now, or a running request?
 
 A cached prefix costs its recomputation, and only if it is wanted again; a preempted request costs it for certain, and
 its caller waits. Expected: evicting first computes fewer tokens and preempts far less, at every size of pool.
@@ -13,7 +13,10 @@ from functools import partial
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.lab import Cell, Data, Entry, Figure, Row, bars, command, print_table
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, print_table
+from experiments.lab.plots import Figure, bars
+from experiments.lab.run import Cell, Data, command
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.request import Request, SamplingParams
@@ -101,7 +104,7 @@ def show(data: Data) -> None:
 
 def plot(data: Data) -> Figure:
     """Draws the tokens computed in each pool."""
-    return bars(data["rows"], "num_blocks", "rule", "num_computed_tokens", "tokens computed", "Who gives way first")
+    return bars(data["rows"], "num_blocks", "rule", "num_computed_tokens", "tokens computed", "What gives way first")
 
 
 def answer(data: Data) -> str:

@@ -17,20 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    fail,
-    grouped,
-    parser,
-    print_table,
-    progress,
-    pyplot,
-    run_experiment,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, fail, grouped, parser, print_table, progress
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from experiments.workloads import EMBEDDED, available, is_conversation, requests_of
 from radixkv.blocks.allocator import OutOfBlocks
 from radixkv.blocks.bounds import BlockPaths

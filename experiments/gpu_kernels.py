@@ -25,20 +25,10 @@ import torch
 
 from experiments.gpu.timing import CASES, Case, measure, peaks, time_workloads, tree_rows
 from experiments.gpu.timing import SMOKE as TREE_SMOKE
-from experiments.lab import (
-    Data,
-    Entry,
-    Figure,
-    Row,
-    console,
-    draw_bars,
-    environment,
-    parser,
-    present,
-    print_table,
-    pyplot,
-    save,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, console, environment, parser, print_table, save
+from experiments.lab.plots import Figure, draw_bars, pyplot
+from experiments.lab.run import Data, present
 
 ENTRY = Entry("kernels", seconds=1, place=5)
 

@@ -15,7 +15,10 @@ from statistics import median
 
 import numpy as np
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, command, console, grouped, print_table, pyplot
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, console, grouped, print_table
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Cell, Data, command
 from radixkv.cache.contract import PrefixCache
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.hashing import ALGORITHMS

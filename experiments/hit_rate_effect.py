@@ -18,7 +18,10 @@ from functools import partial
 
 import numpy as np
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, fail, parser, print_table, pyplot, run_experiment
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, fail, parser, print_table
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import Replay

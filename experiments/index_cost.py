@@ -21,21 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    console,
-    draw_bars,
-    fail,
-    grouped,
-    parser,
-    print_table,
-    pyplot,
-    run_experiment,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, console, fail, grouped, parser, print_table
+from experiments.lab.plots import Figure, draw_bars, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import index_bytes
 from radixkv.cache.contract import PrefixCache, take_over

@@ -34,20 +34,10 @@ from experiments.attention import (
     start_clock,
     time_sides,
 )
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    draw_bars,
-    fail,
-    grouped,
-    parser,
-    print_table,
-    pyplot,
-    run_experiment,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, fail, grouped, parser, print_table
+from experiments.lab.plots import Figure, draw_bars, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 
 ENTRY = Entry("kernels", seconds=35, place=1, report=("--context", "2048", "--patience", "10"))
 

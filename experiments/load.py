@@ -18,20 +18,10 @@ from functools import partial
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    draw_lines,
-    grouped,
-    parser,
-    print_table,
-    pyplot,
-    resident_bytes,
-    run_experiment,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, parser, print_table, resident_bytes
+from experiments.lab.plots import Figure, draw_lines, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.request import Request, SamplingParams

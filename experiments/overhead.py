@@ -20,7 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, parser, print_table, pyplot, run_experiment
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, parser, print_table
+from experiments.lab.plots import Figure, draw_stacks, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.engine.model.presets import TINY_GPT
@@ -195,13 +198,9 @@ def plot(data: Data) -> Figure:
     rows = data["rows"]
     figure, axis = pyplot().subplots(figsize=(9, 0.4 * len(rows) + 1.2))
     labels = [f"{r['machine']}, {r['traffic']}, block {r['block_size']}, {r['num_open']} open" for r in rows]
-    left = np.zeros(len(rows))
-    for name in ("tree", "scheduler", "plan"):
-        width = np.array([100 * row[f"{name}_s"] / row["duration_s"] for row in rows])
-        axis.barh(labels, width, left=left, label=name)
-        left += width
+    parts = ("tree", "scheduler", "plan")
+    draw_stacks(axis, labels, {name: [100 * row[f"{name}_s"] / row["duration_s"] for row in rows] for name in parts})
     axis.axvline(0.3, color="gray", linewidth=0.8, linestyle="--")
-    axis.invert_yaxis()
     axis.set_xlabel("% of the run (the paper: 0.3)")
     axis.legend()
     return figure

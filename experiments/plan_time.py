@@ -25,7 +25,10 @@ from typing import Any
 import numpy as np
 from radixkv_kernels import PlanBuffers, PlanConfig, TreePlan, TreePlanner
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, bars, command, print_table
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, print_table
+from experiments.lab.plots import Figure, bars
+from experiments.lab.run import Cell, Data, command
 
 ENTRY = Entry("kernels", seconds=3, place=3)
 

@@ -1,8 +1,8 @@
 """How much of the pool do cached prefixes hold, and do they ever keep a running request waiting?
 
-Chats under a few system prompts on a simulated H100, at a load that rises and falls; at each step, who holds the pool's
-blocks. Expected: prefixes that nobody uses fill whatever is left over and give way as soon as running requests need it,
-so that the same requests run at once, and finish no later, as without a cache.
+Chats under a few system prompts on a simulated H100, at a load that rises and falls; at each step, what holds the
+pool's blocks. Expected: prefixes that no request uses fill whatever is left over and give way as soon as running
+requests need it, so that the same requests run at once, and finish no later, as without a cache.
 
     python -m experiments.prefix_memory
 """
@@ -13,7 +13,10 @@ from functools import partial
 
 import numpy as np
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, command, print_table, pyplot
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, print_table
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Cell, Data, command
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.scheduling.scheduler import Scheduler
@@ -107,7 +110,7 @@ def show(data: Data) -> None:
 
 
 def plot(data: Data) -> Figure:
-    """Draws who holds the pool over time."""
+    """Draws what holds the pool over time."""
     rows = data["rows"]
     figure, axes = pyplot().subplots(1, len(rows), figsize=(12, 4), sharey=True)
     for axis, row in zip(axes, rows, strict=True):

@@ -13,7 +13,10 @@ from functools import partial
 import numpy as np
 
 from experiments.dry_run import dry_run
-from experiments.lab import Cell, Data, Entry, Figure, Row, bars, command, print_table
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, print_table
+from experiments.lab.plots import Figure, bars
+from experiments.lab.run import Cell, Data, command
 from radixkv.blocks.kv_manager import KVManager, SequenceBlocks
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.tokens import TokenIds, pack

@@ -17,7 +17,10 @@ from functools import partial
 
 import numpy as np
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, command, grouped, print_table, pyplot, resident_bytes
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, print_table, resident_bytes
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Cell, Data, command
 from radixkv.cache.events import BlockStored
 from radixkv.cache.tokens import pack, unpack
 from radixkv.fleet.routing.policies import CacheAware

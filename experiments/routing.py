@@ -20,22 +20,11 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    draw_bars,
-    draw_lines,
-    fail,
-    grouped,
-    parser,
-    print_table,
-    pyplot,
-    run_experiment,
-)
-from experiments.workloads import shared_traces
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, fail, grouped, parser, print_table
+from experiments.lab.plots import Figure, draw_bars, draw_lines, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
+from experiments.workloads import FILES, shared_traces
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import Replay
@@ -77,10 +66,10 @@ class Source:
 SOURCES = {
     source.name: source
     for source in (
-        Source("tau_bench", "tau_bench_airline.conversations.jsonl", 16_000),
-        Source("mini_swe", "mini_swe_agent.conversations.jsonl", 16_000),
-        Source("mooncake", "mooncake_conversation.jsonl", 10_000, 512),
-        Source("bbh", "bbh_3shot.requests.jsonl", 3_000),
+        Source("tau_bench", FILES["tau_bench_airline"], 16_000),
+        Source("mini_swe", FILES["mini_swe_agent"], 16_000),
+        Source("mooncake", FILES["mooncake"], 10_000, 512),
+        Source("bbh", FILES["bbh_3shot"], 3_000),
         Source("chat", None, 2_000),
     )
 }

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lab import Figure, Row, console, fail, png, print_table, progress, pyplot, save
+from experiments.lab.harness import Row, console, fail, print_table, progress, save
+from experiments.lab.plots import Figure, png, pyplot
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.request import SamplingParams
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.lab import Row
+from experiments.lab.harness import Row
 from radixkv.scheduling.request import RequestOutput, SamplingParams
 from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import Served, report

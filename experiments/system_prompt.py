@@ -13,7 +13,10 @@ from functools import partial
 
 import numpy as np
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, bars, command, print_table
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, print_table
+from experiments.lab.plots import Figure, bars
+from experiments.lab.run import Cell, Data, command
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
 from radixkv.cache.namespace import Namespace, Salt

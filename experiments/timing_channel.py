@@ -16,7 +16,10 @@ from statistics import median
 
 import numpy as np
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, command, grouped, print_table, pyplot
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, print_table
+from experiments.lab.plots import Figure, pyplot
+from experiments.lab.run import Cell, Data, command
 from radixkv.cache.namespace import Salt
 from radixkv.engine.engine import Engine
 from radixkv.scheduling.request import SamplingParams

@@ -37,19 +37,10 @@ from experiments.attention import (
     start_clock,
     time_sides,
 )
-from experiments.lab import (
-    Cell,
-    Data,
-    Entry,
-    Figure,
-    Row,
-    draw_bars,
-    grouped,
-    parser,
-    print_table,
-    pyplot,
-    run_experiment,
-)
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, parser, print_table
+from experiments.lab.plots import Figure, draw_bars, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
 
 ENTRY = Entry("kernels", seconds=75, place=4, report=("--patience", "6"))
 
@@ -118,7 +109,7 @@ def measure(config: Config, case: Case, canary: Canary) -> list[Row]:
         "paged": ours(batch, shared=False),
         "gather + SDPA": attention.gather_sdpa(batch),
         "gather + SDPA by sequence": attention.gather_sdpa_by_sequence(batch),
-        "naive": attention.as_people_write_it(batch),
+        "naive": attention.indexed_sdpa(batch),
     }
     if not torch.equal(sides["tree"](), sides["paged"]()):
         raise AssertionError(f"{case}: shared and unshared differ")

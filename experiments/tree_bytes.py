@@ -28,10 +28,15 @@ from pathlib import Path
 import numpy as np
 from radixkv_kernels import TreePlan
 
-from experiments.lab import Cell, Data, Entry, Figure, Row, grouped, parser, print_table, pyplot, run_experiment
-from experiments.workloads import shared_traces
+from experiments.dry_run import dry_run
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Row, grouped, parser, print_table
+from experiments.lab.plots import Figure, draw_stacks, pyplot
+from experiments.lab.run import Cell, Data, run_experiment
+from experiments.workloads import FILES, shared_traces
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
+from radixkv.scheduling.batch import ScheduledBatch
 from radixkv.scheduling.request import Request, SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
 from radixkv.scheduling.sequence import Sequence as Running
@@ -163,12 +168,13 @@ class Serving:
     """Batches of fewer decoding sequences are not looked at."""
 
 
-def snapshots(path: str, serving: Serving, block_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def snapshots(path: str, serving: Serving, block_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Block tables [num_seqs, max_blocks] int32 and lengths [num_seqs] of the sequences that decode in a step."""
     manager = KVManager(RadixCache(block_size), serving.pool_tokens // block_size)
     limits = SchedulerConfig(serving.max_num_batched_tokens, serving.max_num_seqs)
     scheduler = Scheduler(manager, limits)
     outputs: dict[str, np.ndarray] = {}
+    requests = []
     for number, request in enumerate(_first(path, serving)):
         output = np.frombuffer(request.output, np.int32)[: serving.output_tokens]
         length = len(output) or serving.output_tokens
@@ -176,36 +182,33 @@ def snapshots(path: str, serving: Serving, block_size: int) -> Iterator[tuple[np
         outputs[name] = output
         prompt = tuple(np.frombuffer(request.prompt, np.int32).tolist())
         params = SamplingParams(max_tokens=length, ignore_eos=True)
-        scheduler.add(Request(name, prompt, params, request.namespace))
-    step = 0
-    while scheduler.has_unfinished:
-        batch = scheduler.schedule()
-        sequences = list(scheduler.batch)
-        step += 1
+        requests.append(Request(name, prompt, params, request.namespace))
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    steps = itertools.count(1)
+
+    def look(batch: ScheduledBatch) -> None:
         decoding = [item for item in batch.sequences if item.num_tokens == 1]
-        if step % serving.every_steps == 0 and len(decoding) >= serving.min_seqs:
+        if next(steps) % serving.every_steps == 0 and len(decoding) >= serving.min_seqs:
             lens = np.array([item.end for item in decoding])
             table = np.full((len(decoding), -(-int(lens.max()) // block_size)), -1, np.int32)
             for row, item in zip(table, decoding, strict=True):
                 row[: len(item.block_table)] = item.block_table[: len(row)]
-            yield table, lens
-        scheduler.commit()
-        for sequence, item in zip(sequences, batch.sequences, strict=True):
-            if item.needs_logits:
-                scheduler.append_token(sequence, _next_token(sequence, outputs[sequence.request.request_id]))
-                if len(sequence.generated_token_ids) == sequence.request.sampling_params.max_tokens:
-                    scheduler.finish(sequence)
+            found.append((table, lens))
+
+    dry_run(
+        scheduler,
+        requests,
+        on_batch=look,
+        next_token=lambda sequence: _next_token(sequence, outputs[sequence.request.request_id]),
+    )
+    return found
 
 
 def _first(path: str, serving: Serving) -> Iterator[TraceRequest]:
     """The first requests that are short enough, and have a prompt."""
-    count = 0
-    for request in open_trace(path, tokenizer=serving.tokenizer):
-        if 0 < request.num_prompt_tokens <= serving.max_prompt_tokens:
-            yield request
-            count += 1
-            if count == serving.num_requests:
-                return
+    trace = open_trace(path, tokenizer=serving.tokenizer)
+    fitting = (request for request in trace if 0 < request.num_prompt_tokens <= serving.max_prompt_tokens)
+    return itertools.islice(fitting, serving.num_requests)
 
 
 def _next_token(sequence: Running, output: np.ndarray) -> int:
@@ -215,15 +218,6 @@ def _next_token(sequence: Running, output: np.ndarray) -> int:
 
 
 NAME = "tree_bytes"
-TRACES = (
-    "tau_bench_airline.conversations.jsonl",
-    "mtbench101.conversations.jsonl",
-    "mini_swe_agent.conversations.jsonl",
-    "bbh_3shot.requests.jsonl",
-    "loogle_shortdep.requests.jsonl",
-    "tot_game24.requests.jsonl",
-    "mooncake_conversation.jsonl",
-)
 
 
 @dataclass(frozen=True)
@@ -367,12 +361,9 @@ def plot(data: Data) -> Figure:
     """Bytes over unique bytes of each tree and trace."""
     rows = data["rows"]
     figure, axes = pyplot().subplots(figsize=(8, 0.2 * len(rows) + 1.5))
-    at = np.arange(len(rows))
-    read = [row["read_of_unique"] for row in rows]
-    axes.barh(at, read, 0.8, label="KV")
-    axes.barh(at, [r["all_of_unique"] - r["read_of_unique"] for r in rows], 0.8, left=read, label="partial results")
-    axes.set_yticks(at, [row["tree"] for row in rows], fontsize=7)
-    axes.invert_yaxis()
+    parts = {"KV": [row["read_of_unique"] for row in rows]}
+    parts["partial results"] = [row["all_of_unique"] - row["read_of_unique"] for row in rows]
+    draw_stacks(axes, [row["tree"] for row in rows], parts, fontsize=7)
     axes.axvline(1, color="gray", linewidth=0.8)
     axes.set_xlabel("bytes over unique KV bytes")
     axes.set_xlim(0.9)
@@ -399,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--trace", nargs="+", help="trace files; default: the public ones, where they are")
     options.add_argument("--tokenizer", default=Serving.tokenizer, help="of traces that are text (qwen3)")
     given = options.parse_args(argv)
-    found = given.trace or [str(path) for path in shared_traces(*TRACES)]
+    found = given.trace or [str(path) for path in shared_traces(*FILES.values())]
     config = Config(traces=tuple(found), serving=replace(Serving(), tokenizer=given.tokenizer))
     if given.smoke:
         config = replace(config, shapes=("1x8 of 128/128", "beam search"), traces=tuple(given.trace or ()))

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from experiments.lab import Cell, Cells, Data, Entry, Figure, Row, command, draw_bars, grouped, print_table, pyplot
+from experiments.lab.catalog import Entry
+from experiments.lab.harness import Cells, Row, grouped, print_table
+from experiments.lab.plots import Figure, draw_bars, pyplot
+from experiments.lab.run import Cell, Data, command
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
 from radixkv.traces import open_workload

@@ -14,7 +14,7 @@ import torch
 from radixkv_kernels import PlanBuffers, TreePlan, copy_blocks, merge_states, paged_attention, plan_tile, store_kv
 from radixkv_kernels.triton_impl import attention
 
-from experiments.lab import Row
+from experiments.lab.harness import Row
 
 FP8 = torch.float8_e4m3fn
 

@@ -17,7 +17,7 @@ import torch
 from radixkv_kernels import PlanBuffers, PlanConfig, TreePlan, TreePlanner, paged_attention, plan_tile, tree_attention
 from torch import Tensor
 
-from experiments.lab import Row
+from experiments.lab.harness import Row
 
 DEVICE = "cuda"
 NUM_LAYERS = 32

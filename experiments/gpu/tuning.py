@@ -17,7 +17,7 @@ from radixkv_kernels.triton_impl.config import CONFIG_DIR, Config, Key, tables, 
 from radixkv_kernels.triton_impl.feasible import candidates, feasible
 
 from experiments.gpu.timing import Case, make_batch
-from experiments.lab import Row
+from experiments.lab.harness import Row
 
 KEYS = (Key(128, "bf16", False, False), Key(128, "bf16", True, False), Key(64, "bf16", False, False))
 MAX_CANDIDATES = 8
@@ -72,7 +72,7 @@ def tune(
 
 
 def with_config(call: dict[str, Any], config: Config) -> Callable[[], torch.Tensor]:
-    """The call with another tile shape in place of the table's."""
+    """The call with another tile shape instead of the table's."""
 
     def function() -> torch.Tensor:
         original = triton_impl.find_config

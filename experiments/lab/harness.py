@@ -52,7 +52,7 @@ def environment() -> Row:
         "machine": platform.machine(),
         "processor": _processor(),
         "num_cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),  # who else was at work: above num_cores, times say little
+        "load_average": round(os.getloadavg()[0], 1),  # above num_cores, other work disturbed the times
         "device": "cpu",
     }
 

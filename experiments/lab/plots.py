@@ -96,6 +96,16 @@ def draw_lines(axis: Any, lines: Mapping[Any, Sequence[Row]], x: str, y: str, st
     axis.legend()
 
 
+def draw_stacks(axis: Any, labels: Sequence[str], parts: Mapping[str, Sequence[float]], **ticks: Any) -> None:
+    """Draws a horizontal bar for each label, the first on top, stacked of its value in each part."""
+    left = [0.0] * len(labels)
+    for name, widths in parts.items():
+        axis.barh(range(len(labels)), widths, left=left, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.set_yticks(range(len(labels)), labels, **ticks)
+    axis.invert_yaxis()
+
+
 def bars(rows: Sequence[Row], across: str, series: str, value: str, ylabel: str, title: str) -> Figure:
     """Draws groups of bars: a group for each `across`, a bar for each `series`."""
     figure, axis = pyplot().subplots()

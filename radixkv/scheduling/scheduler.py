@@ -26,11 +26,11 @@ from radixkv.cache.namespace import parts
 from radixkv.cache.radix.watches import Watch
 from radixkv.cache.tokens import pack
 from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.ordering import ORDERS
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.running import RunningSequences
 from radixkv.scheduling.sequence import Sequence
 from radixkv.scheduling.waiting import WaitingQueue
-from radixkv.scheduling.ordering import ORDERS
 
 # Waiting sequences passed over in one step because another computes what they need next.
 MAX_SKIPPED = 32

@@ -15,8 +15,8 @@ import numpy as np
 from radixkv.traces.chat import ChatEncoder
 from radixkv.traces.messages import ASSISTANT, Message
 from radixkv.traces.python_docs import Entry, PythonDocs, load_python_docs, paragraphs
+from radixkv.traces.readers.requests import Request
 from radixkv.traces.request import TraceRequest
-from radixkv.traces.requests import Request
 from radixkv.traces.tokenizers import load_tokenizer
 
 _RULES = (

@@ -1,25 +1,33 @@
 """Which format a trace file has, from its content, and the source and reader that go with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from os import SEEK_END
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
-from radixkv.traces.block_ids import BAILIAN, MOONCAKE
+from radixkv.traces import readers
 from radixkv.traces.chat import ChatEncoder
-from radixkv.traces.conversations import CONVERSATIONS
-from radixkv.traces.lengths import LengthReader, is_header
 from radixkv.traces.problems import BadRecord, TraceError
-from radixkv.traces.reader import Reader
-from radixkv.traces.requests import REQUESTS
+from radixkv.traces.reader import Format, JsonFormat, Reader, RowFormat, RowReader
 from radixkv.traces.sources import JsonArray, Lines, Record, open_binary
 from radixkv.traces.values import kind, shown_keys
 
-AZURE = "azure"
-# Of JSON, in the order in which they are asked whether a record is theirs.
-_JSON_FORMATS = {format.name: format for format in (BAILIAN, MOONCAKE, REQUESTS, CONVERSATIONS)}
-FORMATS = (*_JSON_FORMATS, AZURE)
+
+def _registered() -> Iterator[Format]:
+    """Every Format that a module of `radixkv.traces.readers` defines."""
+    for module in iter_modules(readers.__path__):
+        values = vars(import_module(f"{readers.__name__}.{module.name}")).values()
+        yield from (value for value in values if isinstance(value, Format))
+
+
+_FORMATS: dict[str, Format] = {format.name: format for format in _registered()}
+# In the order in which they are asked whether a record is theirs.
+_JSON_FORMATS = sorted((f for f in _FORMATS.values() if isinstance(f, JsonFormat)), key=lambda format: format.rank)
+_ROW_FORMATS = [format for format in _FORMATS.values() if isinstance(format, RowFormat)]
+FORMATS = (*(json.name for json in _JSON_FORMATS), *(rows.name for rows in _ROW_FORMATS))
 
 _FOREIGN_STARTS = {
     b"\x28\xb5\x2f\xfd": "zstd; decompress it first",
@@ -36,20 +44,18 @@ class TraceFile:
     """A file whose format is known.
 
     Attributes:
-        format: one of FORMATS.
+        format: what it was recognised as.
         source: its records.
         reader: what understands them.
         size_bytes: the file's length.
-        has_text: its tokens are the encoder's.
         has_header: the first record names the columns.
         decode: of a record, what the reader reads.
     """
 
-    format: str
+    format: Format
     source: Lines | JsonArray
     reader: Reader
     size_bytes: int
-    has_text: bool
     has_header: bool
     decode: Callable[[Record], Any]
 
@@ -74,15 +80,14 @@ def open_file(path: Path, format: str | None, encoder: ChatEncoder, *, skip_bad:
             raise TraceError(path, "", f"this is {what}")
     is_array = start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     source: Lines | JsonArray = JsonArray(path) if is_array else Lines(path)
-    found = format or _recognise(path, source, skip_bad)
-    if found == AZURE:
-        reader = _length_reader(path, source)
-        return TraceFile(found, source, reader, size, has_text=False, has_header=True, decode=_row(reader))
-    known = _JSON_FORMATS[found]
-    return TraceFile(found, source, known.make(encoder), size, known.has_text, has_header=False, decode=Record.json)
+    found = _FORMATS[format] if format else _recognise(path, source, skip_bad)
+    if isinstance(found, JsonFormat):
+        return TraceFile(found, source, found.make(encoder), size, has_header=False, decode=Record.json)
+    reader = _row_reader(found, path, source)
+    return TraceFile(found, source, reader, size, has_header=True, decode=_row(reader))
 
 
-def _row(reader: LengthReader) -> Callable[[Record], Any]:
+def _row(reader: RowReader) -> Callable[[Record], Any]:
     def decode(record: Record) -> Any:
         if record.error:
             raise BadRecord(record.error)
@@ -91,18 +96,18 @@ def _row(reader: LengthReader) -> Callable[[Record], Any]:
     return decode
 
 
-def _length_reader(path: Path, source: Lines | JsonArray) -> LengthReader:
+def _row_reader(format: RowFormat, path: Path, source: Lines | JsonArray) -> RowReader:
     for record in source:
         try:
             if record.error:
                 raise BadRecord(record.error)
-            return LengthReader(record.text)
+            return format.make(record.text)
         except BadRecord as error:
             raise TraceError(path, f"{source.unit} {record.number}", str(error)) from None
     raise TraceError(path, "", "the file is empty, without even a header")
 
 
-def _recognise(path: Path, source: Lines | JsonArray, skip_bad: bool) -> str:
+def _recognise(path: Path, source: Lines | JsonArray, skip_bad: bool) -> Format:
     first_error: TraceError | None = None
     for record in source:
         try:
@@ -117,16 +122,19 @@ def _recognise(path: Path, source: Lines | JsonArray, skip_bad: bool) -> str:
     raise TraceError(path, "", "no record in it, so its format can't be recognised; name one with format= (--format)")
 
 
-def _format_of(record: Record) -> str:
-    if not record.error and is_header(record.text):
-        return AZURE
+def _format_of(record: Record) -> Format:
+    if not record.error:
+        for rows in _ROW_FORMATS:
+            if rows.recognises(record.text):
+                return rows
     keys = record.json()
     if not isinstance(keys, dict):
         raise BadRecord(f"expected a JSON object, got {kind(keys)}")
-    for name, format in _JSON_FORMATS.items():
+    for format in _JSON_FORMATS:
         if format.recognises(keys):
-            return name
+            return format
+    known = ", ".join(dict.fromkeys(key for format in _JSON_FORMATS for key in format.keys))
+    columns = " or ".join(rows.column for rows in _ROW_FORMATS)
     raise BadRecord(
-        "format not recognised: expected the keys messages, conversations, prompt, prompt_token_ids, body or hash_ids, "
-        f"or a header with ContextTokens; got {shown_keys(keys)}"
+        f"format not recognised: expected a key of {known}, or a header with {columns}; got {shown_keys(keys)}"
     )

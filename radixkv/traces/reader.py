@@ -52,18 +52,56 @@ class Reader(Protocol):
         """
 
 
+class RowReader(Reader, Protocol):
+    """Turns rows of text below a header into items."""
+
+    def decode(self, line: str) -> Mapping[str, Any]:
+        """Returns a row by the names of its columns. Raises BadRecord where it is none."""
+
+
 @dataclass(frozen=True, slots=True)
-class Format:
+class JsonFormat:
     """A format whose records are JSON objects.
 
     Attributes:
         name: what a trace says it was read as.
-        recognises: whether a record is of it, from its keys; formats are asked in the order of `formats.py`.
+        keys: some of which a record of it has; for the message about a record that is of no format.
+        recognises: whether a record is of it, from its keys.
         make: its reader.
-        has_text: its tokens are a tokenizer's.
+        tokens: what its tokens are, as prints name it; None: a tokenizer's, of its text.
+        caveat: what is to be kept in mind of hits in such a trace.
+        sharing_known: whether it tells what requests share; where it does not, hits mean nothing.
+        rank: a format of a lower one is asked first whether a record is its own.
     """
 
     name: str
+    keys: tuple[str, ...]
     recognises: Callable[[Mapping[str, Any]], bool]
     make: Callable[[ChatEncoder], Reader]
-    has_text: bool = False
+    tokens: str | None = None
+    caveat: str = ""
+    sharing_known: bool = True
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """A format of rows of text below a header that names the columns.
+
+    Attributes:
+        name, tokens, caveat, sharing_known: as in `JsonFormat`.
+        column: which its header has; for the message about a record that is of no format.
+        recognises: whether a line is its header.
+        make: its reader, from the header. Raises BadRecord where a column is missing.
+    """
+
+    name: str
+    column: str
+    recognises: Callable[[str], bool]
+    make: Callable[[str], RowReader]
+    tokens: str | None = None
+    caveat: str = ""
+    sharing_known: bool = True
+
+
+Format = JsonFormat | RowFormat

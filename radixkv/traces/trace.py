@@ -9,7 +9,7 @@ from pathlib import Path
 
 from radixkv.traces.chat import ChatEncoder
 from radixkv.traces.fields import Fields, num_chars
-from radixkv.traces.formats import AZURE, FORMATS, TraceFile, open_file
+from radixkv.traces.formats import FORMATS, TraceFile, open_file
 from radixkv.traces.order import Entry, in_order
 from radixkv.traces.problems import BadRecord, ReadCounts, TraceError
 from radixkv.traces.reader import Item
@@ -66,9 +66,11 @@ class Trace:
 
     Attributes:
         name: the files' names up to the first dot, joined by "+".
-        formats: the format of each file.
+        formats: the name of each file's format.
         tokenizer: what made the tokens; None if no file has text.
-        sharing_known: False if a file gives lengths alone: what its requests share is unknown, and hits mean nothing.
+        tokens: what tokens are, as prints name it: the tokenizer, or what a format without text says.
+        caveats: what its formats say is to be kept in mind of hits.
+        sharing_known: False if a file's format does not tell what requests share: hits mean nothing.
         counts: what the latest iteration met, growing while it goes on.
     """
 
@@ -78,9 +80,12 @@ class Trace:
         self._files = tuple(files)
         self._limit, self._skip_bad, self._cache_bytes = limit, skip_bad, cache_bytes
         self.name = "+".join(_name(file.source.path) for file in files)
-        self.formats = tuple(file.format for file in files)
-        self.tokenizer = tokenizer if any(file.has_text for file in files) else None
-        self.sharing_known = AZURE not in self.formats
+        formats = [file.format for file in files]
+        self.formats = tuple(format.name for format in formats)
+        self.tokenizer = tokenizer if any(format.tokens is None for format in formats) else None
+        self.tokens = ", ".join(dict.fromkeys(format.tokens or tokenizer.name for format in formats))
+        self.caveats = tuple(dict.fromkeys(format.caveat for format in formats if format.caveat))
+        self.sharing_known = all(format.sharing_known for format in formats)
         self.counts = ReadCounts()
 
     def __iter__(self) -> Iterator[TraceRequest]:

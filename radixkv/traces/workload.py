@@ -69,6 +69,8 @@ class Workload:
         seed: what its generator starts from.
         formats: empty; a trace has its files' formats here.
         tokenizer: what made the tokens of real text; None where tokens are random numbers.
+        tokens: the tokenizer's name, or "random".
+        caveats: none.
         sharing_known: always True.
         counts: what the latest iteration met, growing while it goes on.
     """
@@ -77,6 +79,8 @@ class Workload:
         self.name, self.config, self.seed = name, config, seed
         self.formats: tuple[str, ...] = ()
         self.tokenizer: Tokenizer | None = load_tokenizer(config.tokenizer) if isinstance(config, Embedded) else None
+        self.tokens = self.tokenizer.name if self.tokenizer else "random"
+        self.caveats: tuple[str, ...] = ()
         self.sharing_known = True
         self.counts = ReadCounts()
         self._limit = limit

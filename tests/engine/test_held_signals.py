@@ -8,10 +8,10 @@ import pytest
 
 from radixkv.blocks import kv_manager
 from radixkv.cache.radix.cache import RadixCache
+from radixkv.engine import held_signals
 from radixkv.engine.held_signals import HeldSignals
 from radixkv.scheduling.request import SamplingParams
 from tests.test_isolation import PROMPT, shadow_engine
-from radixkv.engine import held_signals
 
 
 def interrupt():

@@ -43,7 +43,7 @@ def measure(number):
 class Numbers:
     def show(self, data): pass
     def cells(self, config): return [(f"cell {n}", partial(measure, n)) for n in range(config.cells)]
-    def plot(self, data): return experiments.lab.pyplot().figure()
+    def plot(self, data): return experiments.lab.plots.pyplot().figure()
     def answer(self, data): return str(len(data["rows"]))
 
 if __name__ == "__main__":
@@ -51,7 +51,7 @@ if __name__ == "__main__":
         signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
     # two at once on any machine: cells 0 and 1 end, 2 and 3 begin
     experiments.lab.run.os.cpu_count = lambda: 2
-    experiments.lab.run_experiment("numbers", HERE / "out", Config(), Numbers(), at_once=sys.argv[2] == "at once")
+    experiments.lab.run.run_experiment("numbers", HERE / "out", Config(), Numbers(), at_once=sys.argv[2] == "at once")
 """
 
 

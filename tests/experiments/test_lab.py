@@ -14,8 +14,9 @@ import pytest
 
 from experiments import work_savings
 from experiments.__main__ import main
-from experiments.lab import catalog, harness, pyplot
+from experiments.lab import catalog, harness
 from experiments.lab.harness import recorded_tables
+from experiments.lab.plots import pyplot
 from experiments.lab.report import write_report
 from experiments.lab.run import run_experiment
 

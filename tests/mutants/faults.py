@@ -508,7 +508,35 @@ FAULTS = [
         "outs[0].float().masked_fill(empty[0][..., None], 0.0)",
         UNSEEN,
     ),
+    Fault(
+        "a trace of lengths tells what is shared",
+        "Trace.__init__",
+        "all(format.sharing_known for format in formats)",
+        "True",
+        ("tests/traces/test_block_ids.py",),
+    ),
+    Fault(
+        "a general format takes another's records",
+        "formats:",
+        "lambda format: format.rank",
+        "lambda format: -format.rank",
+        ("tests/traces/test_block_ids.py",),
+    ),
     # ---- experiments
+    Fault(
+        "a report demands today's policies of yesterday's rows",
+        "history_of",
+        '[name for name in rows[0] if name != "queue_aware" and all(name in each for each in closes)]',
+        "list(HISTORY)",
+        ("tests/experiments/test_policies.py", "-k", "rows_of_other_policies"),
+    ),
+    Fault(
+        "an entry of no part of the report is taken",
+        "_entries",
+        "found.part not in PARTS",
+        "False",
+        ("tests/experiments/test_lab.py", "-k", "entry_of_no_part"),
+    ),
     Fault(
         "workers outlive their parent",
         "_be_a_worker",
@@ -517,7 +545,7 @@ FAULTS = [
         INTERRUPTIONS,
     ),
     Fault(
-        "SIGTERM is no interruption", "lab:", '("SIGINT", "SIGTERM", "SIGHUP")', '("SIGINT", "SIGHUP")', INTERRUPTIONS
+        "SIGTERM is no interruption", "run:", '("SIGINT", "SIGTERM", "SIGHUP")', '("SIGINT", "SIGHUP")', INTERRUPTIONS
     ),
     Fault(
         "workers are left where a run is stopped",

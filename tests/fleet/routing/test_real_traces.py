@@ -1,8 +1,8 @@
 """Replicas on real traces, against figures computed by an independent program. Needs the traces; skips without them."""
 
 import pytest
-from experiments.routing_replay import SOURCES, replay
 
+from experiments.routing import SOURCES, replay
 from tests.shared_files import shared_file
 
 

@@ -10,7 +10,7 @@ from radixkv.traces.fields import Fields
 from radixkv.traces.fresh_tokens import block_tokens, unshared_tokens
 from radixkv.traces.keys import CHAT_BLOCKS
 from radixkv.traces.problems import BadRecord
-from radixkv.traces.reader import Format
+from radixkv.traces.reader import JsonFormat
 from radixkv.traces.request import TraceRequest
 from radixkv.traces.values import kind, label_of, length_of, seconds_of, shown
 
@@ -77,13 +77,21 @@ class BlockIdRequest:
         )
 
 
-BAILIAN = Format(
+_CAVEAT = "a trace of block ids tells of sharing by its own blocks alone: what is shared inside one is unknown"
+BAILIAN = JsonFormat(
     "bailian",
+    ("hash_ids",),
     lambda keys: "hash_ids" in keys and "chat_id" in keys,
     lambda encoder: BlockIdReader(BAILIAN_BLOCK_SIZE, timestamp_unit_s=1.0),
+    tokens="block ids",
+    caveat=_CAVEAT,
 )
-MOONCAKE = Format(
+MOONCAKE = JsonFormat(
     "mooncake",
+    ("hash_ids",),
     lambda keys: "hash_ids" in keys,
     lambda encoder: BlockIdReader(MOONCAKE_BLOCK_SIZE, timestamp_unit_s=1e-3),
+    tokens="block ids",
+    caveat=_CAVEAT,
+    rank=1,
 )

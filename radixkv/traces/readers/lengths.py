@@ -1,6 +1,6 @@
 """Reader of Azure's LLM inference traces: `TIMESTAMP,ContextTokens,GeneratedTokens`, arrivals and lengths alone.
 
-Nobody knows what such requests share, so here they share nothing: hits are 0 and mean nothing; arrivals and lengths do.
+What such requests share is unknown, so here they share nothing: hits are 0 and mean nothing; arrivals and lengths do.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 from radixkv.traces.fields import Fields
 from radixkv.traces.fresh_tokens import unshared_tokens
 from radixkv.traces.problems import BadRecord
+from radixkv.traces.reader import RowFormat
 from radixkv.traces.request import TraceRequest
 from radixkv.traces.values import length_of, seconds_of, shown
 
@@ -82,3 +83,14 @@ def _fields(line: str) -> Sequence[str]:
 def _integer(text: str) -> int | str:
     """Returns the number that a field spells, or the field, for the error to show."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
+
+
+AZURE = RowFormat(
+    "azure",
+    "ContextTokens",
+    is_header,
+    LengthReader,
+    tokens="lengths",
+    caveat="a trace of lengths does not tell what is shared: hits mean nothing",
+    sharing_known=False,
+)

@@ -10,7 +10,7 @@ from radixkv.traces.fields import Fields
 from radixkv.traces.keys import CHOICE, MESSAGE, RECORD, RESPONSE
 from radixkv.traces.messages import ASSISTANT, Message, parse_message
 from radixkv.traces.problems import BadRecord
-from radixkv.traces.reader import Format
+from radixkv.traces.reader import JsonFormat
 from radixkv.traces.request import TraceRequest
 from radixkv.traces.values import check_text, label_of, seconds_of
 
@@ -153,4 +153,4 @@ def _awaits_answer(messages: Any, is_call: bool) -> bool:
     return bool(roles) and roles[-1] != ASSISTANT and (is_call or roles.count(ASSISTANT) < 2)
 
 
-REQUESTS = Format("requests", _is_request, RequestReader, has_text=True)
+REQUESTS = JsonFormat("requests", ("prompt", "prompt_token_ids", "body"), _is_request, RequestReader, rank=8)

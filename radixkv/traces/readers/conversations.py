@@ -12,7 +12,7 @@ from radixkv.traces.fields import Fields
 from radixkv.traces.keys import RECORD
 from radixkv.traces.messages import ASSISTANT, Message, parse_messages
 from radixkv.traces.problems import BadRecord
-from radixkv.traces.reader import Format
+from radixkv.traces.reader import JsonFormat
 from radixkv.traces.request import TraceRequest
 from radixkv.traces.values import kind, label_of, seconds_of
 
@@ -89,6 +89,10 @@ def _seconds(value: Any, name: str) -> float:
     return seconds
 
 
-CONVERSATIONS = Format(
-    "conversations", lambda keys: "conversations" in keys or "messages" in keys, ConversationReader, has_text=True
+CONVERSATIONS = JsonFormat(
+    "conversations",
+    ("messages", "conversations"),
+    lambda keys: "conversations" in keys or "messages" in keys,
+    ConversationReader,
+    rank=9,
 )
