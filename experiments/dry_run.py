@@ -37,8 +37,7 @@ def dry_run(scheduler: Scheduler, requests: Sequence[Request], *, num_per_step: 
         batch = scheduler.schedule()
         num_steps += 1
         num_computed += batch.num_tokens
-        sequences = list(scheduler.batch)
-        scheduler.commit()
+        sequences = scheduler.commit()
         for sequence, item in zip(sequences, batch.sequences, strict=True):
             if item.needs_logits:
                 scheduler.append_token(sequence, 0)

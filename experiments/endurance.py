@@ -75,7 +75,7 @@ def run(cache: str, block_size: int, config: Config) -> tuple[list[Row], list[st
         traffic.serve(part - part // 4 if is_last else part)
         sizes = manager.sizes
         manager.check()
-        assert sizes.private == sizes.pinned == 0 and not engine.stepper.generations
+        assert sizes.private == sizes.pinned == 0 and not engine.generations
         rows.append(
             {
                 "cache": f"{cache} {block_size}",

@@ -59,7 +59,7 @@ class Traffic:
                 self.engine.abort(name)
             if number % 9973 == 9972:
                 self.engine.reset_cache(namespace)
-            while len(self.engine.stepper.generations) >= 24:
+            while len(self.engine.generations) >= 24:
                 self.engine.step()
         while self.engine.has_unfinished_requests:
             self.engine.step()

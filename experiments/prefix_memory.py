@@ -21,8 +21,8 @@ from experiments.lab.plots import finish, pyplot
 from experiments.lab.run import Cell, Data, conduct
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
+from radixkv.scheduling.batch import StepStats
 from radixkv.scheduling.scheduler import Scheduler
-from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import OpenLoop, Roofline, Simulator, run, summarize
 from radixkv.traces import TraceRequest, open_workload
 

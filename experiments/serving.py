@@ -11,8 +11,8 @@ import numpy as np
 
 from experiments.lab.harness import Row
 from radixkv.engine.engine import Engine
+from radixkv.scheduling.batch import StepStats
 from radixkv.scheduling.request import RequestOutput, SamplingParams
-from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import Served, report
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from radixkv.blocks.kv_manager import KVManager, SequenceBlocks
 from radixkv.cache.tokens import TokenIds, pack
-from radixkv.scheduling.running import RunningSequences
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.sequence import Sequence
 
@@ -32,15 +31,8 @@ class PublishAtCommit(KVManager):
         super().withdraw()
 
 
-class Apart(RunningSequences):
-    """Running sequences for which nobody waits."""
+class ApartScheduler(Scheduler):
+    """A scheduler without in-batch sharing, over a manager that publishes at commit: no sequence waits for another."""
 
     def computes_for(self, sequence: Sequence) -> bool:
         return False
-
-
-class ApartScheduler(Scheduler):
-    """A scheduler without in-batch sharing, over a manager that publishes at commit."""
-
-    def _make_running(self) -> RunningSequences:
-        return Apart(self.manager, self.waiting.add)

@@ -51,7 +51,6 @@ def snapshots(path: str, serving: Serving, block_size: int) -> Iterator[tuple[np
     step = 0
     while scheduler.has_unfinished:
         batch = scheduler.schedule()
-        sequences = list(scheduler.batch)
         step += 1
         decoding = [item for item in batch.sequences if item.num_tokens == 1]
         if step % serving.every_steps == 0 and len(decoding) >= serving.min_seqs:
@@ -60,8 +59,7 @@ def snapshots(path: str, serving: Serving, block_size: int) -> Iterator[tuple[np
             for row, item in zip(table, decoding, strict=True):
                 row[: len(item.block_table)] = item.block_table[: len(row)]
             yield table, lens
-        scheduler.commit()
-        for sequence, item in zip(sequences, batch.sequences, strict=True):
+        for sequence, item in zip(scheduler.commit(), batch.sequences, strict=True):
             if item.needs_logits:
                 scheduler.append_token(sequence, _next_token(sequence, outputs[sequence.request.request_id]))
                 if len(sequence.generated_token_ids) == sequence.request.sampling_params.max_tokens:

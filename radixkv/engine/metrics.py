@@ -1,4 +1,4 @@
-"""What an engine counts, in Prometheus' text form: `Engine.metrics.text()`. Filled by `radixkv.engine.stepper`.
+"""What an engine counts, in Prometheus' text form: `Engine.metrics.text()`. Filled by `radixkv.engine.engine`.
 
 The names are those that vLLM's users know (`vllm:prefix_cache_hits` is `radixkv:prefix_cache_hits_total` here, as
 Prometheus' own clients write a counter). A token is counted once, when a step with it has succeeded, whatever was
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from radixkv.engine.generation import Generation
-
-if TYPE_CHECKING:
-    from radixkv.scheduling.step_stats import StepStats
+from radixkv.scheduling.batch import StepStats
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
 REQUEST_BUCKETS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)

@@ -116,7 +116,7 @@ def _engine(
     def keep(sequence: Sequence, row: torch.Tensor) -> None:
         logits[sequence.request.request_id, sequence.num_tokens] = row.clone()
 
-    engine.stepper.on_logits = keep
+    engine.on_logits = keep
     return engine, logits
 
 
