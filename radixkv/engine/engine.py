@@ -254,7 +254,7 @@ class Engine:
         return Sample(params, RandomNumbers(params.seed, index), make_detokenizer, stops)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request before the next step; one that is not known, or ended, is passed over. From any thread."""
+        """Ends a request before the next step. An id that is not known, or has ended, is ignored. From any thread."""
         generation = self._known(request_id)
         if generation is not None:
             self._aborting.append(generation)
@@ -272,22 +272,25 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
+        """Whether any request has arrived that has not ended. May be read from any thread."""
         return bool(self._arriving) or self.scheduler.has_unfinished
 
     def reset_cache(self, namespace: Namespace | None = None) -> ResetStats:
         """Forgets everything cached so far, between two steps. May be called from any thread, while requests run.
 
         Requests that run go on with the KV they have and give the tokens they would have given; what they compute is
-        shared with nobody. Those that wait, those preempted later and all to come compute anew: hits count from 0.
+        not shared. Those that wait, those preempted later and all to come compute anew: hits count from 0.
 
         Args:
             namespace: a tenant, adapter or image: forget only what depends on it (of several, on one of them).
 
         Returns:
-            What it did.
+            How many blocks it freed at once, and how many later.
 
         Raises:
-            ValueError: no namespace.
+            ValueError: `namespace` is none.
+
+        Cost: as `PrefixCache.reset`, after the step under way.
         """
         kinds(namespace)  # refuses what is no namespace
         return _alone(self._stepping, lambda: self._change(lambda: self._reset(namespace)))
@@ -306,6 +309,9 @@ class Engine:
         with finish_reason "error", and no other request notices. An interruption (Ctrl-C) withdraws the step and goes
         on up. So does whatever else is raised, at any line: every request goes on from the tokens it has with the next
         step, and gives the tokens it would have given (see the module's docstring).
+
+        Returns:
+            What the step did; of zeros where there was nothing to do.
         """
         return _alone(self._stepping, self._step)
 
@@ -346,7 +352,7 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Serves one request, yielding what there is of it after each of its tokens. Leaving the loop aborts it.
 
-        Steps the engine for everybody: several streams may be read in turn.
+        Steps the engine for all of its requests: several streams may be read in turn.
 
         Args:
             prompt, sampling_params, options: as `add_request` takes them.

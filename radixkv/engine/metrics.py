@@ -27,14 +27,17 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Counts a value. O(log bounds)."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     @property
     def count(self) -> int:
+        """Values so far."""
         return sum(self.counts)
 
     def lines(self, name: str) -> Iterator[str]:
+        """Yields it in Prometheus' text form: a line for each bound, then the sum and the count."""
         total = 0
         for bound, count in zip((*self.bounds, "+Inf"), list(self.counts), strict=True):
             total += count
@@ -128,7 +131,7 @@ class Metrics:
         yield "prompt_tokens_total", "counter", "Prompt tokens taken in, cached ones included.", self.num_prompt_tokens
         yield "generation_tokens_total", "counter", "Tokens generated.", self.num_generated_tokens
         yield "failed_steps_total", "counter", "Steps whose batch failed and was run apart.", self.num_failed_steps
-        yield "request_success_total", "counter", "Requests ended, by why.", dict(self.finished)
+        yield "request_success_total", "counter", "Requests ended, by reason.", dict(self.finished)
         yield "time_to_first_token_seconds", "histogram", "From arrival to the first token.", self.time_to_first_token_s
         yield "inter_token_latency_seconds", "histogram", "Between two tokens.", self.inter_token_latency_s
         yield "request_queue_time_seconds", "histogram", "From arrival to the first step.", self.queue_time_s

@@ -121,6 +121,7 @@ def _engine(
 
 
 def main() -> None:
+    """Runs the check that the command line asks for; exits with status 1 where two rows differ."""
     parser = argparse.ArgumentParser(prog="python -m radixkv.engine.selftest", description=__doc__)
     parser.add_argument("--model", default="tiny_gpt", help="a preset, a Hugging Face folder or a .gguf file")
     parser.add_argument("--runs", type=int, default=4, help="random schedules of each cache (4)")

@@ -77,20 +77,24 @@ class Sorted:
         return len(self._waiting)
 
     def add(self, waiting: WaitingSequence) -> None:
+        """Takes one in. O(log waiting)."""
         self._waiting.add(waiting)
         self._at = None
 
     def remove(self, waiting: WaitingSequence, *, is_started: bool) -> None:
+        """Takes one out. O(log waiting)."""
         self._waiting.remove(waiting)
         self._skipped.discard(waiting)
         self._at = None
 
     def begin_pass(self) -> None:
+        """Begins a pass: nothing is skipped yet."""
         if self._skipped:
             self._skipped.clear()
             self._at = None
 
     def next(self) -> WaitingSequence | None:
+        """Returns the one to try next; None: no other in this pass."""
         if len(self._skipped) >= len(self._waiting):
             return None
         if self._at is None:
@@ -102,16 +106,18 @@ class Sorted:
             self._at += 1
 
     def skip(self, waiting: WaitingSequence) -> None:
+        """Leaves one out for the rest of this pass. O(1)."""
         self._skipped.add(waiting)
 
     def changed(self, waiting: WaitingSequence) -> None:
-        pass
+        """Does nothing: the order does not depend on what is cached."""
 
 
 class Fcfs(Sorted):
     """First come, first served; a preempted sequence keeps its place."""
 
     def key(self, waiting: WaitingSequence) -> Any:
+        """By arrival."""
         return waiting.sequence.arrival
 
 
@@ -123,6 +129,7 @@ class Random(Sorted):
         self._seed = seed
 
     def key(self, waiting: WaitingSequence) -> Any:
+        """By a number drawn from the seed and the arrival."""
         return random.Random(f"{self._seed} {waiting.sequence.arrival}").random()
 
 
@@ -138,14 +145,17 @@ class DepthFirst(Sorted):
         self._last: tuple | None = None
 
     def key(self, waiting: WaitingSequence) -> tuple:
+        """By namespace, then by the tokens of the prompt."""
         # The prompt alone: what is appended while it waits must not move it.
         sequence = waiting.sequence
         return (repr(sequence.request.namespace), sequence.prompt, sequence.arrival)
 
     def start(self) -> int:
+        """Behind the one that was admitted last."""
         return self._waiting.bisect_key_left(self._last) if self._last is not None else 0
 
     def remove(self, waiting: WaitingSequence, *, is_started: bool) -> None:
+        """Takes one out. O(log waiting)."""
         super().remove(waiting, is_started=is_started)
         if is_started:
             self._last = self.key(waiting)
@@ -175,22 +185,27 @@ class LongestPrefix:
         return len(self._waiting)
 
     def add(self, waiting: WaitingSequence) -> None:
+        """Takes one in. O(log waiting)."""
         self._waiting.add(waiting)
         self._changed.add(waiting)
 
     def remove(self, waiting: WaitingSequence, *, is_started: bool) -> None:
+        """Takes one out. O(log waiting)."""
         self._waiting.remove(waiting)
         self._changed.discard(waiting)
         self._skipped.discard(waiting)
 
     def changed(self, waiting: WaitingSequence) -> None:
+        """Is told that more or fewer of its tokens are cached. O(1)."""
         self._changed.add(waiting)
 
     def begin_pass(self) -> None:
+        """Begins a pass: nothing is skipped yet."""
         self._changed |= self._skipped
         self._skipped.clear()
 
     def next(self) -> WaitingSequence | None:
+        """Returns the one to try next; None: no other in this pass."""
         if len(self._changed) > len(self._waiting) // 8 or len(self._heap) > 2 * len(self._waiting) + 64:
             self._heap = [self._entry(waiting) for waiting in self._waiting]
             heapify(self._heap)
@@ -208,6 +223,7 @@ class LongestPrefix:
         return None
 
     def skip(self, waiting: WaitingSequence) -> None:
+        """Leaves one out for the rest of this pass. O(1)."""
         self._skipped.add(waiting)
 
 
