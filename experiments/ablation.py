@@ -29,9 +29,8 @@ from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager, SequenceBlocks
 from radixkv.blocks.replay import Replay
 from radixkv.cache.tokens import TokenIds, pack, unpack
-from radixkv.scheduling.running import RunningSequences
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
-from radixkv.scheduling.sequence import Sequence as Running
+from radixkv.scheduling.sequence import Sequence as Waiting
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
 from radixkv.traces import TraceRequest, open_workload
 
@@ -61,18 +60,11 @@ class PublishAtCommit(KVManager):
         super().withdraw()
 
 
-class Apart(RunningSequences):
-    """Running sequences that no waiting request waits for."""
-
-    def computes_for(self, sequence: Running) -> bool:
-        return False
-
-
 class ApartScheduler(Scheduler):
-    """A scheduler without in-batch sharing, over a manager that publishes at commit."""
+    """A scheduler without in-batch sharing, over a manager that publishes at commit: no sequence waits for another."""
 
-    def _make_running(self) -> RunningSequences:
-        return Apart(self.manager, self.waiting.add)
+    def computes_for(self, sequence: Waiting) -> bool:
+        return False
 
 
 NEVER = 10**9

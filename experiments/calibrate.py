@@ -90,8 +90,7 @@ class MeasuredEngine:
         self.engine.runner.forward = self._noted  # type: ignore[method-assign]
 
     def _noted(self, batch: ScheduledBatch) -> torch.Tensor:
-        scheduler = self.engine.scheduler
-        self.loads.append(measure_load(batch, list(scheduler.batch), scheduler))
+        self.loads.append(measure_load(batch, self.engine.scheduler))
         return self._forward(batch)
 
     def serve(self, requests: Sequence[TraceRequest]) -> tuple[Row, list[TraceRequest]]:

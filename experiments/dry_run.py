@@ -49,8 +49,7 @@ def dry_run(
         on_batch(batch)
         num_steps += 1
         num_computed += batch.num_tokens
-        sequences = list(scheduler.batch)
-        scheduler.commit()
+        sequences = scheduler.commit()
         for sequence, item in zip(sequences, batch.sequences, strict=True):
             if item.needs_logits:
                 scheduler.append_token(sequence, next_token(sequence))

@@ -85,7 +85,7 @@ class Traffic:
                 self.engine.abort(name)
             if number % 9973 == 9972:
                 self.engine.reset_cache(namespace)
-            while len(self.engine.stepper.generations) >= 24:
+            while len(self.engine.generations) >= 24:
                 self.engine.step()
         while self.engine.has_unfinished_requests:
             self.engine.step()
@@ -137,7 +137,7 @@ def run(cache: str, block_size: int, config: Config) -> tuple[list[Row], list[st
         traffic.serve(part - part // 4 if is_last else part)
         sizes = manager.sizes
         manager.check()
-        assert sizes.private == sizes.pinned == 0 and not engine.stepper.generations
+        assert sizes.private == sizes.pinned == 0 and not engine.generations
         rows.append(
             {
                 "cache": f"{cache} {block_size}",

@@ -20,9 +20,8 @@ from experiments.lab.run import Cell, Data, command
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.request import Request, SamplingParams
-from radixkv.scheduling.running import RunningSequences
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
-from radixkv.scheduling.sequence import Sequence as Running
+from radixkv.scheduling.sequence import RunningSequence
 
 ENTRY = Entry("serving", seconds=2, place=5)
 
@@ -41,25 +40,17 @@ class Config:
     seed: int = 7
 
 
-class Preempting(RunningSequences):
-    """Evicts only what no preemption could spare."""
+class PreemptFirst(Scheduler):
+    """The same scheduler with the other rule: it evicts only what no preemption could spare."""
 
-    def grow(self, sequence: Running, num_tokens: int) -> bool:
-        assert sequence.blocks is not None
-        missing = -(-num_tokens // self.block_size) - len(sequence.blocks.block_table)
+    def grow(self, running: RunningSequence, num_tokens: int) -> bool:
+        missing = -(-num_tokens // self.block_size) - len(running.blocks.block_table)
         while missing > self.manager.allocator.num_free:
-            victim = self.victim(sequence)
+            victim = self.victim(running)
             if victim is None:
                 break
             self.preempt(victim)
-        return super().grow(sequence, num_tokens)
-
-
-class PreemptFirst(Scheduler):
-    """The same scheduler with the other rule."""
-
-    def _make_running(self) -> RunningSequences:
-        return Preempting(self.manager, self.waiting.add)
+        return super().grow(running, num_tokens)
 
 
 SCHEDULERS = {"preempt first": PreemptFirst, "evict first": Scheduler}

@@ -27,8 +27,8 @@ from radixkv.blocks.kv_manager import KVManager
 from radixkv.blocks.replay import Replay
 from radixkv.cache.namespace import Salt
 from radixkv.cache.radix.cache import RadixCache
+from radixkv.scheduling.batch import StepStats
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
-from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import GPUS, ClosedLoop, Roofline, Simulator, run, summarize
 from radixkv.simulate.model_shapes import MODEL_SHAPES
 from radixkv.traces import TraceRequest, open_workload

@@ -58,10 +58,11 @@ def prompt(num_tokens: int, seed: int) -> float:
     """One prompt in chunks of 8,192; returns seconds of scheduling and publishing it."""
     tokens = tuple(np.random.default_rng(seed).integers(0, 32_000, num_tokens).tolist())
     scheduler = Scheduler(KVManager(RadixCache(16), num_tokens // 16 + 8), SchedulerConfig(8192))
-    sequence = scheduler.add(Request("one", tokens, SamplingParams(max_tokens=1)))
+    scheduler.add(Request("one", tokens, SamplingParams(max_tokens=1)))
     began = time.process_time()
-    while sequence.num_computed < num_tokens:
-        scheduler.schedule()
+    num_computed = 0
+    while num_computed < num_tokens:
+        num_computed += scheduler.schedule().num_tokens
         scheduler.commit()
     return time.process_time() - began
 
@@ -77,8 +78,7 @@ def decodes(num_sequences: int, seed: int) -> float:
         if step == 1:
             began = time.process_time()
         scheduler.schedule()
-        sequences = list(scheduler.batch)
-        scheduler.commit()
+        sequences = scheduler.commit()
         for sequence in sequences:
             scheduler.append_token(sequence, step)
     assert len(sequences) == num_sequences

@@ -19,8 +19,8 @@ from experiments.lab.plots import Figure, pyplot
 from experiments.lab.run import Cell, Data, command
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
+from radixkv.scheduling.batch import StepStats
 from radixkv.scheduling.scheduler import Scheduler
-from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import OpenLoop, Roofline, Simulator, run, summarize
 from radixkv.traces import TraceRequest, open_workload
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experiments.lab.harness import Row
+from radixkv.scheduling.batch import StepStats
 from radixkv.scheduling.request import RequestOutput, SamplingParams
-from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate import Served, report
 
 if TYPE_CHECKING:  # it loads torch

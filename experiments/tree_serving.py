@@ -76,7 +76,7 @@ def decode(config: Config, prefix: int) -> list[Row]:
     """Steps one engine a mode in turns; a row a mode, of the steps in which all requests decode."""
     clock = time.perf_counter if config.clock == "wall" else time.thread_time
     engines = {mode: make_engine(config, mode, prefix) for mode in MODES}
-    kept = {mode: list(engine._generations.values()) for mode, engine in engines.items()}
+    kept = {mode: list(engine.generations.values()) for mode, engine in engines.items()}
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     while any(engine.has_unfinished_requests for engine in engines.values()):
         for mode, engine in engines.items():

@@ -105,7 +105,7 @@ class ShadowRunner:
         for slot in [slot for slot in self.slots if slot[0] in free]:  # whoever reads a free block gets poison
             del self.slots[slot]
         self.copy(batch.copies)
-        running = {sequence.sequence_id: sequence for sequence in self.scheduler.running}
+        running = {one.sequence.sequence_id: one.sequence for one in self.scheduler.running}
         sequences = [running[item.sequence_id] for item in batch.sequences]
         fails, self.fails_once = self.fails_once, None
         if fails == "interrupt":
@@ -139,7 +139,7 @@ class ShadowRunner:
         where = f"request {sequence.request.request_id}, position {position}, slot {self.slot(item, position)}"
         if found is POISON or found[:3] != wanted:
             raise WrongRead(f"{where}: expected {wanted}, read {found}")
-        is_stale_fork = sequence.sample > 0 and sequence.blocks.lease.is_stale
+        is_stale_fork = sequence.sample > 0 and sequence.running.blocks.lease.is_stale
         for number, (namespace, running) in enumerate(self.resets, 1):
             concerned = kinds(namespace)
             depends = namespace is None or any(
@@ -322,7 +322,7 @@ class ShadowMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.asked) > 3 * len(self.runner.resets))  # seldom enough to leave hits
     @rule(namespace=st.sampled_from(RESETS))
     def reset(self, namespace):
-        running = {sequence.sequence_id for sequence in self.runner.scheduler.running}
+        running = {one.sequence.sequence_id for one in self.runner.scheduler.running}
         stats = self.call(lambda: self.engine.reset_cache(namespace))
         if stats is None:
             self.owners_add_up()

@@ -39,7 +39,7 @@ class ShadowRunner:
         return chain
 
     def sequence(self, sequence_id):
-        return next(s for s in self.scheduler.running if s.sequence_id == sequence_id)
+        return next(r.sequence for r in self.scheduler.running if r.sequence.sequence_id == sequence_id)
 
     def copy(self, copies):
         for copy in copies:

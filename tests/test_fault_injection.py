@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from radixkv.engine import stepper
+from radixkv.engine import engine as engine_module
 from radixkv.engine.generation import Sample
 from radixkv.engine.model import transformer
 from radixkv.scheduling.request import SamplingParams
@@ -103,7 +103,7 @@ def test_a_layer_that_fails_for_a_batch(model, wanted, monkeypatch, cache, block
 @pytest.mark.parametrize(("cache", "block_size"), CACHES)
 def test_sampling_that_fails_for_a_batch(model, wanted, monkeypatch, cache, block_size):
     engine = make_engine(model, cache, block_size, num_blocks=-(-512 // block_size))
-    sample_tokens = stepper.sample_tokens
+    sample_tokens = engine_module.sample_tokens
     count = [0]
 
     def fails(logits, params, numbers):
@@ -113,14 +113,14 @@ def test_sampling_that_fails_for_a_batch(model, wanted, monkeypatch, cache, bloc
             raise MemoryError("planted")
         return tokens
 
-    monkeypatch.setattr(stepper, "sample_tokens", fails)
+    monkeypatch.setattr(engine_module, "sample_tokens", fails)
     assert served(engine, wanted) == [] and count[0] > 5
 
 
 def test_an_interruption_while_sampling(model, wanted, monkeypatch):
     engine = make_engine(model)
-    planted = every_nth(stepper.sample_tokens, 3, KeyboardInterrupt())
-    monkeypatch.setattr(stepper, "sample_tokens", planted)
+    planted = every_nth(engine_module.sample_tokens, 3, KeyboardInterrupt())
+    monkeypatch.setattr(engine_module, "sample_tokens", planted)
     step, count = engine.step, [0]
 
     def steps():
@@ -170,9 +170,9 @@ def test_an_abort_that_comes_too_late(model, wanted):
     """Said while the request's last step ran, it is not meant for the next request of that id."""
     engine = make_engine(model)
     engine.add_request(PROMPTS[0], SamplingParams(max_tokens=1), request_id="x")
-    engine.stepper.on_logits = lambda sequence, row: engine.abort("x")
+    engine.on_logits = lambda sequence, row: engine.abort("x")
     engine.step()
-    engine.stepper.on_logits = None
+    engine.on_logits = None
     engine.add_request(PROMPTS[0], PARAMS[0], request_id="x")
     generation = engine.generation("x")
     while engine.has_unfinished_requests:
@@ -227,7 +227,7 @@ def test_cancellation_at_every_await(model, wanted):
         while engine.has_unfinished_requests:
             engine.step()
         sizes = engine.scheduler.manager.sizes
-        assert sizes.private == sizes.pinned == 0 and not engine.stepper.generations
+        assert sizes.private == sizes.pinned == 0 and not engine.generations
         cancelled += not was_over
     assert cancelled >= 12 and was_over
 

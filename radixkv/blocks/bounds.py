@@ -1,4 +1,4 @@
-"""What no order and no eviction can beat: the two optima that policies are held against. Called by the experiments.
+"""What no order and no eviction can beat: the two optima that policies are held against.
 
 *Order optimum*: the hits of an infinite cache when everything is queued at once, so each shared block is computed once.
 *Eviction bound*: one request after the other in a fixed order, in a pool of a given size, knowing the future: evict the

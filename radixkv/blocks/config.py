@@ -15,6 +15,10 @@ CACHES = ("null", "flat_hash", "radix")
 class CacheConfig:
     """A cache and its pool.
 
+    >>> from radixkv import CacheConfig
+    >>> CacheConfig("radix", block_size=16, num_blocks=1_000, policy="lfu").make().block_size
+    16
+
     Attributes:
         cache: null, flat_hash (vLLM's rules: its free queue is its policy, whole blocks only) or radix.
         block_size: tokens in a block.
@@ -22,7 +26,7 @@ class CacheConfig:
         num_blocks: blocks in the pool; None without bound.
         policy: radix alone: an eviction policy's name.
         hash_algorithm: flat_hash alone.
-        tenant_cap: blocks that are held at most of each tenant (a `Salt`) while nobody uses them; None: no cap.
+        tenant_cap: unpinned blocks that the cache holds of each tenant (a `Salt`) at most; None: no cap.
     """
 
     cache: str = "radix"

@@ -1,6 +1,6 @@
-"""KVManager: the only place where the cache meets the allocator, and who holds which block is known.
+"""KVManager: the only place where the cache meets the allocator; it knows the owner of each block.
 
-A sequence's blocks, by who owns them::
+A sequence's blocks by their owners::
 
     position      0            lease.num_tokens          num_tokens
     block_table   [ the cache's, pinned | the sequence's own    ]
@@ -15,15 +15,106 @@ as it was before the step. `end` when a request is done.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from radixkv.blocks.allocator import BlockAllocator, OutOfBlocks
-from radixkv.blocks.sequence_blocks import BlockCopy, PoolSizes, ResetStats, SequenceBlocks, StepLog
-from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, PrefixCache, Tail, check_count, take_over
+from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, Lease, PrefixCache, Tail, check_count, take_over
 from radixkv.cache.namespace import Namespace
 from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Rows to copy before the step runs, in all layers: the first num_tokens of block `source` into `destination`."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class SequenceBlocks:
+    """What one request holds. Made by `KVManager.begin`; read it, but change it through the manager alone.
+
+    Attributes:
+        lease: its pins in the cache.
+        block_table: [ceil(num_tokens / block_size)] int32.
+        num_cached_tokens: tokens it need not compute: whole blocks matched, and rows to be copied.
+        copy: the copy of a partial match, from `KVManager.grow` until the step is committed; else None.
+    """
+
+    lease: Lease
+    block_table: Blocks
+    num_cached_tokens: int
+    copy: BlockCopy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """Blocks of the pool by their owners; each is counted once.
+
+    Attributes:
+        free: the allocator's; of a growing pool, those that came back.
+        private: sequences' own, and own blocks that the step under way has replaced.
+        pinned: the cache's, used by a sequence.
+        evictable: the cache's, used by none.
+    """
+
+    free: int
+    private: int
+    pinned: int
+    evictable: int
+
+    @property
+    def num_blocks(self) -> int:
+        """All of them."""
+        return self.free + self.private + self.pinned + self.evictable
+
+
+@dataclass(frozen=True, slots=True)
+class ResetStats:
+    """What a reset of the cache did.
+
+    Attributes:
+        num_freed_blocks: blocks freed at once.
+        num_pinned_blocks: blocks that are no longer found, and freed when the sequences that use them end.
+        num_stale_sequences: running sequences that go on with what they have; what they compute is not found by others.
+    """
+
+    num_freed_blocks: int
+    num_pinned_blocks: int
+    num_stale_sequences: int
+
+
+@dataclass(eq=False, slots=True)
+class StepLog:
+    """One sequence before the step under way, and what became its own in it: all that undoing the step takes.
+
+    Attributes:
+        own: its own blocks before the step, from block `first` on.
+        num_cached_tokens: before the step.
+        grown: blocks that it was given in the step.
+        replaced: own blocks in whose place the cache's stand now. Nothing may write to them; free at commit.
+        has_published: whether the cache holds blocks of it that are not computed yet.
+    """
+
+    first: int
+    own: Blocks
+    num_cached_tokens: int
+    grown: list[Blocks] = field(default_factory=list)
+    replaced: list[Blocks] = field(default_factory=list)
+    has_published: bool = False
+
+    def kept(self, num_leased: int) -> Blocks:
+        """Of the sequence's own blocks before the step, those that it has again: all after the lease's end."""
+        return self.own[max(num_leased - self.first, 0) :]
+
+    def to_free(self, num_leased: int) -> Blocks:
+        """The others of its own, and what it was given in the step."""
+        return np.concatenate([NO_BLOCKS, self.own[: max(num_leased - self.first, 0)], *self.grown])
 
 
 class KVManager:
@@ -42,6 +133,22 @@ class KVManager:
 
     An exception that a method does not document (Ctrl-C, no memory left) may leave the manager half way; `clear` makes
     it usable again.
+
+    Two requests that share 90 tokens; the second copies 10 rows of the block in which they part:
+
+    >>> from radixkv import KVManager, RadixCache
+    >>> manager = KVManager(RadixCache(block_size=16), num_blocks=100)
+    >>> for prompt in (list(range(100)), [*range(90), 7, 8]):
+    ...     sequence = manager.begin(prompt)
+    ...     manager.grow(sequence, len(prompt))
+    ...     num_written = manager.publish(sequence, prompt)
+    ...     print(sequence.num_cached_tokens, sequence.block_table.tolist(), manager.copies)
+    ...     manager.commit()  # here the copies and the forward pass have run
+    ...     manager.end(sequence, prompt)
+    0 [0, 1, 2, 3, 4, 5, 6] []
+    90 [0, 1, 2, 3, 4, 7] [BlockCopy(source=5, destination=7, num_tokens=10)]
+    >>> manager.sizes
+    PoolSizes(free=92, private=0, pinned=0, evictable=8)
     """
 
     def __init__(self, cache: PrefixCache, num_blocks: int | None = None) -> None:
@@ -73,13 +180,17 @@ class KVManager:
     # ---- admission
 
     def begin(self, token_ids: TokenIds, namespace: Namespace | None = None) -> SequenceBlocks:
-        """Matches and pins what is cached of a prompt, all but its last token: one has to be computed.
+        """Matches and pins what is cached of a prompt, except its last token, which has to be computed.
 
         Args:
             token_ids: [>= 1] the prompt.
+            namespace: what its KV depends on, or is to be kept apart by.
+
+        Returns:
+            The sequence, with the cache's blocks in its table and none of its own.
 
         Raises:
-            ValueError: the prompt is empty.
+            ValueError: the prompt is empty, or a token or the namespace is bad.
 
         Cost: as `PrefixCache.acquire`.
         """
@@ -97,7 +208,9 @@ class KVManager:
         """Undoes `begin` and `grow` as if they had not been: pins, recency and counts.
 
         Raises:
-            ValueError: the sequence has published, or advanced; `end` it.
+            ValueError: the sequence has published, or advanced; `end` it. Or it has ended.
+
+        Cost: O(its blocks).
         """
         self._check_committed(sequence)
         if self._num_leased(sequence) != len(sequence.lease.block_ids):
@@ -114,6 +227,9 @@ class KVManager:
 
         Raises:
             OutOfBlocks: not enough could be made free; nothing was changed, but a partial match may be given up.
+            ValueError: the sequence has ended.
+
+        Cost: O(blocks of the table), and as `PrefixCache.evict`.
         """
         self._check_held(sequence)
         block_size = self.cache.block_size
@@ -132,7 +248,7 @@ class KVManager:
             self._copying.append(sequence)
 
     def give_up_partial(self, sequence: SequenceBlocks) -> None:
-        """Goes on without the partial match: its source is pinned no longer, its rows are to be computed."""
+        """Gives up the partial match of a sequence: unpins its source; its rows are to be computed. O(1)."""
         self._drop_partial(sequence, self._num_leased(sequence))
 
     def fork(self, sequence: SequenceBlocks, token_ids: TokenIds) -> tuple[SequenceBlocks, list[BlockCopy]]:
@@ -146,6 +262,9 @@ class KVManager:
 
         Raises:
             OutOfBlocks: there is no room for the copies; nothing was changed.
+            ValueError: the sequence has ended, or published in this step.
+
+        Cost: as `PrefixCache.acquire`.
         """
         self._check_committed(sequence)
         packed = pack(token_ids)
@@ -205,7 +324,7 @@ class KVManager:
     # ---- a step
 
     def advance(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
-        """Matches on from the lease's end, before a further chunk: somebody may have published it in the meantime.
+        """Matches on from the lease's end, before a further chunk: another may have published it in the meantime.
 
         Args:
             token_ids: the sequence's tokens from position `start` on, as far as they may be matched (not the last one
@@ -216,7 +335,9 @@ class KVManager:
             Tokens that the lease gained.
 
         Raises:
-            ValueError: the sequence has published in this step.
+            ValueError: the sequence has published in this step, or has ended; `start` is after the lease's end.
+
+        Cost: as `PrefixCache.advance`, and O(blocks of the table) where it gained any.
         """
         self._check_committed(sequence)
         log, first = self._log(sequence), self._num_leased(sequence)
@@ -244,7 +365,9 @@ class KVManager:
             Tokens, from the old end of the lease on, that were cached already: their slots are not to be written.
 
         Raises:
-            ValueError: the sequence has too few blocks for these tokens, or `start` is after the lease's end.
+            ValueError: the sequence has ended or too few blocks for these tokens; `start` is after the lease's end.
+
+        Cost: as `PrefixCache.insert`, and O(blocks of the table) where duplicates were found.
         """
         self._check_held(sequence)
         first = self._num_leased(sequence)
@@ -267,11 +390,14 @@ class KVManager:
 
     @property
     def copies(self) -> list[BlockCopy]:
-        """The copies to run before the next forward pass."""
+        """The copies to run before the next forward pass. O(sequences that copy)."""
         return [sequence.copy for sequence in self._copying if sequence.copy]
 
     def commit(self) -> None:
-        """The step has run: its copies are done, its blocks can be copied from, and what it replaced is free."""
+        """The step has run: its copies are done, its blocks can be copied from, and what it replaced is free.
+
+        Cost: O(what the step changed).
+        """
         for sequence in self._copying:
             if sequence.copy:
                 sequence.copy = None
@@ -289,7 +415,9 @@ class KVManager:
 
         What was published is its sequence's own again, and free if it came in this step. So a sequence may have fewer
         blocks than `grow` gave it, and fewer cached tokens than `begin` found: `block_table`, `num_cached_tokens` and
-        `copy` say what is left. (A tail that was replaced in the cache is gone: one partly filled block.)
+        `copy` say what is left. (A partial block that was replaced in the cache is gone.)
+
+        Cost: O(what the step changed).
         """
         self.cache.withdraw()
         for key, log in self._step.items():
@@ -305,21 +433,23 @@ class KVManager:
         self._step.clear()
 
     def end(self, sequence: SequenceBlocks, token_ids: TokenIds = b"", *, start: int = 0) -> None:
-        """Ends a sequence: its pins are let go, its own blocks are freed.
+        """Ends a sequence: releases its pins, and frees its own blocks.
 
         Args:
             token_ids: the sequence's tokens from position `start` on whose KV was computed. What follows the lease's
-                end, fewer than a block, is published as a partly filled block where the cache keeps such.
+                end, fewer than a block, is published as a partial block where the cache keeps such.
             start: at most lease.num_tokens.
 
         Raises:
             ValueError: the sequence has ended, or published in a step that is neither committed nor withdrawn; a whole
                 block is not published yet; copied rows are to be published but were not copied; `start` is after the
                 lease's end.
+
+        Cost: as `PrefixCache.release`, and O(its own blocks).
         """
         self._check_committed(sequence)
         leased = self._num_leased(sequence)
-        tail = None
+        partial = None
         packed = pack(token_ids)
         rest = _after(sequence, packed, start) if packed else b""
         if rest and sequence.copy:
@@ -332,20 +462,22 @@ class KVManager:
                 f"published, got {len(rest) // TOKEN_BYTES}"
             )
         if rest and self.cache.partial_blocks and leased < len(sequence.block_table):
-            tail = Tail(rest, int(sequence.block_table[leased]))
-        self.cache.release(sequence.lease, tail)
+            partial = Tail(rest, int(sequence.block_table[leased]))
+        self.cache.release(sequence.lease, partial)
         self._forget(sequence)
-        self._free_own(sequence, leased + (tail is not None))
+        self._free_own(sequence, leased + (partial is not None))
         self._reclaim()
 
     def reset(self, namespace: Namespace | None = None) -> ResetStats:
-        """Forgets what is cached, between two steps; who runs goes on with what it has, for itself alone.
+        """Forgets what is cached, between two steps. Running sequences go on with what they have, and share no more.
 
         Args:
             namespace: only what depends on one of these parts; None: everything.
 
         Raises:
             RuntimeError: in the middle of a step.
+
+        Cost: as `PrefixCache.reset`.
         """
         if any(log.has_published for log in self._step.values()):
             raise RuntimeError("reset: expected the step to be committed or withdrawn before")
@@ -356,18 +488,18 @@ class KVManager:
         num_stale = sum(sequence.lease.is_stale for sequence in self._sequences.values())
         return ResetStats(len(forgotten.block_ids) + superseded, forgotten.num_pinned, num_stale)
 
-    # ---- who holds what
+    # ---- ownership
 
     @property
     def sizes(self) -> PoolSizes:
-        """Blocks by who holds them; `private` is counted from the tables."""
+        """Blocks by their owners; `private` is counted from the tables. O(sequences)."""
         private = sum(len(s.block_table) - self._num_leased(s) for s in self._sequences.values())
         private += sum(len(own) for log in self._step.values() for own in log.replaced)
         cached = self.cache.sizes
         return PoolSizes(self.allocator.num_free, private, cached.pinned, cached.evictable)
 
     def check(self) -> None:
-        """Raises CacheCorruption unless every block is held exactly once, and the cache's own invariants hold."""
+        """Raises CacheCorruption unless each block has one owner, and the cache's own invariants hold. O(pool)."""
         self.cache.check()
         own = [s.block_table[self._num_leased(s) :] for s in self._sequences.values()]
         own += [blocks for log in self._step.values() for blocks in log.replaced]
@@ -416,7 +548,7 @@ class KVManager:
         sequence.block_table = np.concatenate([sequence.block_table[:first], cached, sequence.block_table[end:]])
 
     def _free_own(self, sequence: SequenceBlocks, first: int) -> None:
-        # Tail first, as the flat hash of engines does: what comes last in a sequence is reused first.
+        # The last first, as the flat hash of engines does: what comes last in a sequence is reused first.
         self.allocator.free(sequence.block_table[first:][::-1])
 
     def _forget(self, sequence: SequenceBlocks) -> None:

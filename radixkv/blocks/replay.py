@@ -31,7 +31,7 @@ class Replay:
             at least one token of a prompt is always computed.
         num_refused_requests: those longer than the pool; computed without the cache, nothing of them is kept.
         peak_blocks: most blocks in use at once, cached ones included.
-        index_ns: time spent in manager and cache, hashing included; hash_ns: in hashing.
+        index_ns: nanoseconds spent in manager and cache, hashing included.
     """
 
     def __init__(
@@ -57,9 +57,16 @@ class Replay:
         self._clock_ns = clock_ns
 
     def feed(self, prompt: TokenIds, output: TokenIds = b"", namespace: Namespace | None = None) -> int:
-        """Serves one request; returns how many of its prompt's tokens were cached.
+        """Serves one request.
 
-        An empty prompt is counted, and goes past the cache: no engine serves one.
+        An empty prompt is counted and does not reach the cache: no engine serves one.
+
+        Args:
+            prompt, output: [any number] tokens.
+            namespace: what its KV depends on, or is to be kept apart by.
+
+        Returns:
+            How many of the prompt's tokens were cached.
 
         Raises:
             ValueError: tokens are bad.
@@ -92,14 +99,17 @@ class Replay:
 
     @property
     def hash_ns(self) -> int:
+        """Of index_ns, the nanoseconds spent in hashing; 0 for a cache that does not hash."""
         return getattr(self.cache, "hash_ns", 0)
 
     @property
     def num_evicted_blocks(self) -> int:
+        """So far."""
         return self.manager.num_evicted_blocks
 
     @property
     def hit_rate(self) -> float:
+        """Share of the prompt tokens that were cached, 0 .. 1; 0 before the first."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     def index_bytes_per_token(self) -> float:

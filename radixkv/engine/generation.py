@@ -20,9 +20,13 @@ from radixkv.scheduling.request import (
 class Detokenizer(Protocol):
     """Text of a growing sequence; never half a character."""
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that is certain by now."""
+        ...
 
-    def finish(self) -> str: ...
+    def finish(self) -> str:
+        """Ends the sequence; returns the rest of the text."""
+        ...
 
 
 class Sample:
@@ -125,6 +129,7 @@ class Sample:
             self.finish_reason = reason
 
     def output(self) -> CompletionOutput:
+        """Returns what there is by now; of text, only what no later token can take back."""
         logprobs = None if self._logprobs is None else list(self._logprobs)
         return CompletionOutput(list(self.token_ids), self._shown_text(), self.finish_reason, logprobs, self.error)
 
@@ -139,13 +144,19 @@ class Sample:
 
 
 class Generation:
-    """A request in the engine's hands."""
+    """An unfinished request as the engine keeps it: what it is, apart from any schedule.
+
+    Attributes:
+        samples: [n] of the request.
+        num_cached_tokens: tokens of the prompt found in the cache at its first admission.
+        has_started: whether its first step has run.
+    """
 
     def __init__(self, request: Request, samples: Sequence[Sample], arrival_s: float) -> None:
         self.request = request
         self.samples = tuple(samples)
         self.num_cached_tokens = 0
-        self.has_started = False  # its first step has run
+        self.has_started = False
         self.metrics = RequestMetrics(arrival_s)
 
     @property
@@ -155,6 +166,7 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
+        """Whether every sample has ended."""
         return all(sample.finish_reason is not None for sample in self.samples)
 
     def output(self) -> RequestOutput:
@@ -169,15 +181,20 @@ class Generation:
 
 
 class Stream:
-    """What a reader has seen of a request."""
+    """How much of a request a reader has seen.
+
+    Attributes:
+        is_over: whether its end was read.
+    """
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._num_seen = 0
-        self.is_over = False  # the end was read
+        self.is_over = False
 
     @property
     def has_news(self) -> bool:
+        """Whether there are tokens, or an end, that `read` has not returned."""
         return self._generation.is_finished or self._generation.num_tokens > self._num_seen
 
     def read(self) -> RequestOutput:

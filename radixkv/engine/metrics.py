@@ -1,4 +1,4 @@
-"""What an engine counts, in Prometheus' text form: `Engine.metrics.text()`. Filled by `radixkv.engine.stepper`.
+"""What an engine counts, in Prometheus' text form: `Engine.metrics.text()`. Filled by `radixkv.engine.engine`.
 
 The names are those that vLLM's users know (`vllm:prefix_cache_hits` is `radixkv:prefix_cache_hits_total` here, as
 Prometheus' own clients write a counter). A token is counted once, when a step with it has succeeded, whatever was
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from radixkv.engine.generation import Generation
-
-if TYPE_CHECKING:
-    from radixkv.scheduling.step_stats import StepStats
+from radixkv.scheduling.batch import StepStats
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
 REQUEST_BUCKETS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
@@ -30,14 +27,17 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Counts a value. O(log bounds)."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     @property
     def count(self) -> int:
+        """Values so far."""
         return sum(self.counts)
 
     def lines(self, name: str) -> Iterator[str]:
+        """Yields it in Prometheus' text form: a line for each bound, then the sum and the count."""
         total = 0
         for bound, count in zip((*self.bounds, "+Inf"), list(self.counts), strict=True):
             total += count
@@ -131,7 +131,7 @@ class Metrics:
         yield "prompt_tokens_total", "counter", "Prompt tokens taken in, cached ones included.", self.num_prompt_tokens
         yield "generation_tokens_total", "counter", "Tokens generated.", self.num_generated_tokens
         yield "failed_steps_total", "counter", "Steps whose batch failed and was run apart.", self.num_failed_steps
-        yield "request_success_total", "counter", "Requests ended, by why.", dict(self.finished)
+        yield "request_success_total", "counter", "Requests ended, by reason.", dict(self.finished)
         yield "time_to_first_token_seconds", "histogram", "From arrival to the first token.", self.time_to_first_token_s
         yield "inter_token_latency_seconds", "histogram", "Between two tokens.", self.inter_token_latency_s
         yield "request_queue_time_seconds", "histogram", "From arrival to the first step.", self.queue_time_s

@@ -1,4 +1,4 @@
-"""Runner: owns the KV tensors and runs a scheduled batch through the model. Called by `radixkv.engine.engine`.
+"""Runner: owns the KV tensors and runs a scheduled batch through the model.
 
 A step, in this order: the copies of partly matching blocks, then the forward pass, in which each layer writes all of
 the batch's KV before any row reads. Plain numbers come in; logits go out. Nothing is global, and nothing but the KV
@@ -81,6 +81,7 @@ class Runner:
 
     @property
     def deterministic(self) -> bool:
+        """Whether a row's bits are the same in every batch."""
         return self._decoder.deterministic
 
     def linear_shapes(self) -> list[tuple[int, int, torch.dtype, bool]]:

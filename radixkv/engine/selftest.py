@@ -116,11 +116,12 @@ def _engine(
     def keep(sequence: Sequence, row: torch.Tensor) -> None:
         logits[sequence.request.request_id, sequence.num_tokens] = row.clone()
 
-    engine.stepper.on_logits = keep
+    engine.on_logits = keep
     return engine, logits
 
 
 def main() -> None:
+    """Runs the check that the command line asks for; exits with status 1 where two rows differ."""
     parser = argparse.ArgumentParser(prog="python -m radixkv.engine.selftest", description=__doc__)
     parser.add_argument("--model", default="tiny_gpt", help="a preset, a Hugging Face folder or a .gguf file")
     parser.add_argument("--runs", type=int, default=4, help="random schedules of each cache (4)")

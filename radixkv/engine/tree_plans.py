@@ -2,8 +2,8 @@
 
 What sequences share is in their block tables, because a prefix cache gives a prefix one list of blocks: whatever the
 scheduler did between two steps (admission, growth, a block replaced by the cache's, preemption, a fork, a step
-withdrawn) shows there, and a table that is not the one of the step before is looked at anew. So nobody has to report
-anything, and nothing can be missed. What was known of the step before is taken out while a step is planned and put back
+withdrawn) shows there, and a table that is not the one of the step before is looked at anew. So no part has to report
+its changes, and none can be missed. What was known of the step before is taken out while a step is planned and put back
 when it is done: whatever is raised on the way, half of a change is never taken for all.
 """
 

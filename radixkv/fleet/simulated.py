@@ -25,8 +25,7 @@ from radixkv.cache.namespace import parts
 from radixkv.fleet.routing.policies import make_router
 from radixkv.fleet.routing.router import Assignment, NoReplicas
 from radixkv.fleet.routing.stream import EventLog, Follower
-from radixkv.scheduling.batch import ScheduledBatch
-from radixkv.scheduling.step_stats import StepStats
+from radixkv.scheduling.batch import ScheduledBatch, StepStats
 from radixkv.simulate import Served, Simulator
 from radixkv.traces import TraceRequest
 
@@ -73,7 +72,7 @@ class _Replica:
             self._follower.receive(*numbered)
 
     def _on_batch(self, batch: ScheduledBatch) -> None:
-        sequences = self.simulator.scheduler.batch
+        sequences = [running.sequence for running in self.simulator.scheduler.batch]
         self._first += [
             (sequence.request.request_id, sequence.num_cached_tokens or 0)
             for sequence, item in zip(sequences, batch.sequences, strict=True)

@@ -1,10 +1,11 @@
-"""What the scheduler hands to whoever runs a step: plain numbers, no tensors, no caches."""
+"""A step as plain data, without tensors: what is to be computed (`ScheduledBatch`), and what it did (`StepStats`)."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from radixkv.blocks.kv_manager import BlockCopy
+from radixkv.blocks.kv_manager import BlockCopy, PoolSizes
 
 
 class ScheduledSequence(NamedTuple):
@@ -31,15 +32,57 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """To compute in this step."""
         return self.end - self.start
 
 
 class ScheduledBatch(NamedTuple):
-    """A step: first all copies, then in each layer all writes before any read, then logits where they are needed."""
+    """What a step computes, and in which order.
+
+    First all copies; then in each layer all writes before any read, as sequences of one batch share what it computes;
+    then logits where they are needed.
+
+    Attributes:
+        sequences: in the order of `Scheduler.batch`; each at most once.
+        copies: of rows, in all layers, from cached blocks into sequences' own.
+    """
 
     sequences: list[ScheduledSequence]
     copies: list[BlockCopy]
 
     @property
     def num_tokens(self) -> int:
+        """To compute in this step, of all sequences. O(sequences)."""
         return sum(sequence.end - sequence.start for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What a step did: of an engine, or of a simulator in virtual time.
+
+    Attributes:
+        step: its number, from 1.
+        num_running, num_waiting: sequences after it.
+        num_prefill_tokens, num_decode_tokens: computed in it.
+        num_hit_tokens: of prompts first admitted in it, found in the cache.
+        num_finished: requests that ended in it.
+        num_failed: sequences that ended in it with an error.
+        num_preemptions, num_evicted_blocks: in it.
+        sizes: blocks of the pool after it, by owner.
+        schedule_s: seconds in scheduler, manager and cache; forward_s: in the model; postprocess_s: in sampling, text.
+    """
+
+    step: int
+    num_running: int
+    num_waiting: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_hit_tokens: int
+    num_preemptions: int
+    num_evicted_blocks: int
+    num_finished: int
+    num_failed: int
+    sizes: PoolSizes
+    schedule_s: float
+    forward_s: float
+    postprocess_s: float

@@ -13,32 +13,43 @@ from typing import Any, Protocol
 
 from sortedcontainers import SortedKeyList
 
-from radixkv.scheduling.sequence import Sequence
+from radixkv.scheduling.sequence import WaitingSequence
+
+# num_matched_tokens negated, arrival, and a number that no other has, so that nothing further is compared
+Entry = tuple[int, tuple[int, int], int, WaitingSequence]
 
 
 class Order(Protocol):
-    """The waiting sequences of one priority, and which of them is next."""
+    """The waiting sequences of one priority, and which of them is next.
 
-    uses_matches: bool  # whether sequences must come with a watch
+    Attributes:
+        uses_matches: whether sequences must come with a watch.
+    """
 
-    def __len__(self) -> int: ...
+    uses_matches: bool
 
-    def add(self, sequence: Sequence) -> None: ...
-
-    def remove(self, sequence: Sequence, *, is_started: bool) -> None:
-        """Takes one out: it was admitted, or waits no longer for another reason."""
-
-    def begin_pass(self) -> None:
-        """A new pass of admissions: nothing is skipped yet."""
-
-    def next(self) -> Sequence | None:
-        """Returns the sequence to try next, without those that were skipped in this pass; None: no other."""
+    def __len__(self) -> int:
+        """How many wait."""
         ...
 
-    def skip(self, sequence: Sequence) -> None: ...
+    def add(self, waiting: WaitingSequence) -> None:
+        """Takes one in. O(log waiting)."""
 
-    def changed(self, sequence: Sequence) -> None:
-        """Its watch has moved."""
+    def remove(self, waiting: WaitingSequence, *, is_started: bool) -> None:
+        """Takes one out: it was admitted (`is_started`), or waits no longer for another reason. O(log waiting)."""
+
+    def begin_pass(self) -> None:
+        """Begins a pass of admissions: nothing is skipped yet. O(skipped in the pass before)."""
+
+    def next(self) -> WaitingSequence | None:
+        """Returns the sequence to try next, of those not skipped in this pass; None: no other."""
+        ...
+
+    def skip(self, waiting: WaitingSequence) -> None:
+        """Leaves one out for the rest of this pass."""
+
+    def changed(self, waiting: WaitingSequence) -> None:
+        """Is told that more or fewer tokens of one are cached than before."""
 
 
 class Sorted:
@@ -51,10 +62,11 @@ class Sorted:
 
     def __init__(self) -> None:
         self._waiting = SortedKeyList(key=self.key)
-        self._skipped: set[int] = set()
+        self._skipped: set[WaitingSequence] = set()
         self._at: int | None = None  # the place to look at next; None: to be found again
 
-    def key(self, sequence: Sequence) -> Any:
+    def key(self, waiting: WaitingSequence) -> Any:
+        """Returns what sequences are sorted by, the least first."""
         raise NotImplementedError
 
     def start(self) -> int:
@@ -64,137 +76,155 @@ class Sorted:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        self._waiting.add(sequence)
+    def add(self, waiting: WaitingSequence) -> None:
+        """Takes one in. O(log waiting)."""
+        self._waiting.add(waiting)
         self._at = None
 
-    def remove(self, sequence: Sequence, *, is_started: bool) -> None:
-        self._waiting.remove(sequence)
+    def remove(self, waiting: WaitingSequence, *, is_started: bool) -> None:
+        """Takes one out. O(log waiting)."""
+        self._waiting.remove(waiting)
+        self._skipped.discard(waiting)
         self._at = None
 
     def begin_pass(self) -> None:
+        """Begins a pass: nothing is skipped yet."""
         if self._skipped:
             self._skipped.clear()
             self._at = None
 
-    def next(self) -> Sequence | None:
+    def next(self) -> WaitingSequence | None:
+        """Returns the one to try next; None: no other in this pass."""
         if len(self._skipped) >= len(self._waiting):
             return None
         if self._at is None:
             self._at = self.start()
         while True:
-            sequence = self._waiting[self._at % len(self._waiting)]
-            if sequence.sequence_id not in self._skipped:
-                return sequence
+            waiting = self._waiting[self._at % len(self._waiting)]
+            if waiting not in self._skipped:
+                return waiting
             self._at += 1
 
-    def skip(self, sequence: Sequence) -> None:
-        self._skipped.add(sequence.sequence_id)
+    def skip(self, waiting: WaitingSequence) -> None:
+        """Leaves one out for the rest of this pass. O(1)."""
+        self._skipped.add(waiting)
 
-    def changed(self, sequence: Sequence) -> None:
-        pass
+    def changed(self, waiting: WaitingSequence) -> None:
+        """Does nothing: the order does not depend on what is cached."""
 
 
 class Fcfs(Sorted):
-    """First come, first served; who was preempted keeps his place."""
+    """First come, first served; a preempted sequence keeps its place."""
 
-    def key(self, sequence: Sequence) -> Any:
-        return sequence.arrival
+    def key(self, waiting: WaitingSequence) -> Any:
+        """By arrival."""
+        return waiting.sequence.arrival
 
 
 class Random(Sorted):
-    """As drawn on arrival: what an order is worth that knows nothing."""
+    """As drawn on arrival: the baseline that uses no knowledge."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self._seed = seed
 
-    def key(self, sequence: Sequence) -> Any:
-        return random.Random(f"{self._seed} {sequence.arrival}").random()
+    def key(self, waiting: WaitingSequence) -> Any:
+        """By a number drawn from the seed and the arrival."""
+        return random.Random(f"{self._seed} {waiting.sequence.arrival}").random()
 
 
 class DepthFirst(Sorted):
     """As a depth-first walk of the tree of all that wait: the next in the order of tokens after the last admitted.
 
-    Sorting by tokens is such a walk; requests that share a prefix stand side by side, and each prefix is finished with
-    before the next is begun. Optimal when the pool holds the longest request (RadixAttention, theorem 3.1).
+    Sorting by tokens is such a walk: requests that share a prefix are neighbours, and each prefix is finished before
+    the next begins. Optimal when the pool holds the longest request (RadixAttention, theorem 3.1).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._last: tuple | None = None
 
-    def key(self, sequence: Sequence) -> tuple:
+    def key(self, waiting: WaitingSequence) -> tuple:
+        """By namespace, then by the tokens of the prompt."""
         # The prompt alone: what is appended while it waits must not move it.
+        sequence = waiting.sequence
         return (repr(sequence.request.namespace), sequence.prompt, sequence.arrival)
 
     def start(self) -> int:
+        """Behind the one that was admitted last."""
         return self._waiting.bisect_key_left(self._last) if self._last is not None else 0
 
-    def remove(self, sequence: Sequence, *, is_started: bool) -> None:
-        super().remove(sequence, is_started=is_started)
+    def remove(self, waiting: WaitingSequence, *, is_started: bool) -> None:
+        """Takes one out. O(log waiting)."""
+        super().remove(waiting, is_started=is_started)
         if is_started:
-            self._last = self.key(sequence)
+            self._last = self.key(waiting)
 
 
 class LongestPrefix:
     """The one with most tokens cached first (RadixAttention's order), the earliest of equals.
 
-    Matches are watches of the cache: what another publishes or an eviction takes moves those whom it concerns, so no
-    pass matches anything. Cost: O(log waiting) for each match that has changed since the last pass.
+    Matches are watches of the cache: publishing and eviction move those that they concern, so no pass matches
+    anything. Cost: O(log waiting) for each match that has changed since the last pass.
     """
 
     uses_matches = True
 
     def __init__(self) -> None:
-        self._waiting: set[Sequence] = set()
-        self._heap: list[tuple[int, tuple[int, int], int, Sequence]] = []  # also of what has changed or left since
-        self._changed: set[Sequence] = set()
-        self._skipped: set[Sequence] = set()
+        self._waiting: set[WaitingSequence] = set()
+        self._heap: list[Entry] = []  # also of what has changed or left since
+        self._changed: set[WaitingSequence] = set()
+        self._skipped: set[WaitingSequence] = set()
 
     @staticmethod
-    def _entry(sequence: Sequence) -> tuple[int, tuple[int, int], int, Sequence]:
-        assert sequence.watch is not None
-        return (-sequence.watch.num_tokens, sequence.arrival, sequence.sequence_id, sequence)
+    def _entry(waiting: WaitingSequence) -> Entry:
+        sequence = waiting.sequence
+        return (-waiting.num_matched_tokens, sequence.arrival, waiting.number, waiting)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        self._waiting.add(sequence)
-        self._changed.add(sequence)
+    def add(self, waiting: WaitingSequence) -> None:
+        """Takes one in. O(log waiting)."""
+        self._waiting.add(waiting)
+        self._changed.add(waiting)
 
-    def remove(self, sequence: Sequence, *, is_started: bool) -> None:
-        self._waiting.remove(sequence)
-        self._changed.discard(sequence)
-        self._skipped.discard(sequence)
+    def remove(self, waiting: WaitingSequence, *, is_started: bool) -> None:
+        """Takes one out. O(log waiting)."""
+        self._waiting.remove(waiting)
+        self._changed.discard(waiting)
+        self._skipped.discard(waiting)
 
-    def changed(self, sequence: Sequence) -> None:
-        self._changed.add(sequence)
+    def changed(self, waiting: WaitingSequence) -> None:
+        """Is told that more or fewer of its tokens are cached. O(1)."""
+        self._changed.add(waiting)
 
     def begin_pass(self) -> None:
+        """Begins a pass: nothing is skipped yet."""
         self._changed |= self._skipped
         self._skipped.clear()
 
-    def next(self) -> Sequence | None:
+    def next(self) -> WaitingSequence | None:
+        """Returns the one to try next; None: no other in this pass."""
         if len(self._changed) > len(self._waiting) // 8 or len(self._heap) > 2 * len(self._waiting) + 64:
-            self._heap = [self._entry(sequence) for sequence in self._waiting]
+            self._heap = [self._entry(waiting) for waiting in self._waiting]
             heapify(self._heap)
         else:
-            for sequence in self._changed:
-                heappush(self._heap, self._entry(sequence))
+            for waiting in self._changed:
+                heappush(self._heap, self._entry(waiting))
         self._changed.clear()
         heap = self._heap
         while heap:
-            matched, _, _, sequence = heap[0]
-            is_there = sequence in self._waiting and sequence not in self._skipped
-            if is_there and sequence.watch is not None and -matched == sequence.watch.num_tokens:
-                return sequence
+            matched, _, _, waiting = heap[0]
+            is_there = waiting in self._waiting and waiting not in self._skipped
+            if is_there and -matched == waiting.num_matched_tokens:
+                return waiting
             heappop(heap)
         return None
 
-    def skip(self, sequence: Sequence) -> None:
-        self._skipped.add(sequence)
+    def skip(self, waiting: WaitingSequence) -> None:
+        """Leaves one out for the rest of this pass. O(1)."""
+        self._skipped.add(waiting)
 
 
 # Each makes an order; of a seed, where it draws.

@@ -1,4 +1,4 @@
-"""What a caller asks for and what he gets: SamplingParams, Request, RequestOutput. Names as vLLM's users know them."""
+"""What a caller asks for and what it gets: SamplingParams, Request, RequestOutput. Names as vLLM's users know them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class RequestMetrics:
 
     Attributes:
         token_times_s: of each token of the first sample.
-        num_preemptions: times it was taken out of the running batch again.
+        arrival_s, first_scheduled_s, first_token_s, finished_s: of the request.
+        num_preemptions: times that it was preempted; of several samples, the most.
     """
 
     arrival_s: float

@@ -35,10 +35,11 @@ class QuietSteps:
         cls, scheduler: Scheduler, lives: Mapping[str, Live], cost: CostModel, at_s: float, arrives_s: float
     ) -> QuietSteps | None:
         """Plans the quiet steps from `at_s` on, as many as begin before `arrives_s`; None where there are none."""
-        num_steps = scheduler.num_quiet_steps()
+        num_steps = scheduler.num_decode_only_steps()
         if not num_steps:
             return None
-        for sequence in scheduler.running:
+        for running in scheduler.running:
+            sequence = running.sequence
             num_steps = min(num_steps, lives[sequence.request.request_id].num_left_tokens(sequence) - 1)
         if num_steps <= 0:
             return None

@@ -29,11 +29,10 @@ from collections.abc import Callable
 from math import inf
 
 from radixkv.cache.contract import PrefixCache
-from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.batch import ScheduledBatch, StepStats
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.scheduler import Scheduler
-from radixkv.scheduling.sequence import Sequence as Running
-from radixkv.scheduling.step_stats import StepStats
+from radixkv.scheduling.sequence import Sequence
 from radixkv.simulate.cost_model import CostModel
 from radixkv.simulate.live import Live
 from radixkv.simulate.quiet import QuietSteps
@@ -136,7 +135,7 @@ class Simulator:
     @property
     def num_running_tokens(self) -> int:
         """Tokens of all sequences that run, whether computed yet or not. O(running)."""
-        return sum(sequence.num_tokens for sequence in self.scheduler.running)
+        return sum(running.sequence.num_tokens for running in self.scheduler.running)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -207,8 +206,9 @@ class Simulator:
         """Ends those of the quiet steps that end by `until_s`."""
         steps = quiet.take(until_s)
         if steps:
-            running = [(s, self._live[s.request.request_id]) for s in self.scheduler.running]
-            self.scheduler.pass_quiet_steps(len(steps), [live.next_tokens(s, len(steps)) for s, live in running])
+            sequences = [running.sequence for running in self.scheduler.running]
+            running = [(sequence, self._live[sequence.request.request_id]) for sequence in sequences]
+            self.scheduler.run_decode_only_steps(len(steps), [live.next_tokens(s, len(steps)) for s, live in running])
             ends_s = [end_s for _, end_s, _ in steps]
             for sequence, live in running:
                 if not sequence.sample:
@@ -236,8 +236,8 @@ class Simulator:
         self.schedule_s += self._clock() - started
         if not batch.sequences:
             raise RuntimeError(f"scheduler: expected something to run of {len(scheduler.waiting)} that wait, got none")
-        sequences = list(scheduler.batch)
-        load = measure_load(batch, sequences, scheduler)
+        sequences = [running.sequence for running in scheduler.batch]
+        load = measure_load(batch, scheduler)
         if self._num_copied_tokens:  # of forks since the last step
             load = load._replace(num_copied_tokens=load.num_copied_tokens + self._num_copied_tokens)
             self._num_copied_tokens = 0
@@ -273,7 +273,7 @@ class Simulator:
         if self._on_step is not None:
             self._on_step(step.stats(self.num_steps, scheduler, len(ended) - num_ended, self.schedule_s))
 
-    def _first_tokens(self, sequence: Running, live: Live, ended: list[Served]) -> None:
+    def _first_tokens(self, sequence: Sequence, live: Live, ended: list[Served]) -> None:
         """The prompt is computed: a token for each sample, which run by themselves from here on."""
         live.metrics.first_token_s = self.now_s
         live.num_cached_tokens = sequence.num_cached_tokens or 0
@@ -281,12 +281,12 @@ class Simulator:
         for sample in range(1, len(live.outputs)):
             fork, copies = self.scheduler.fork(sequence, sample)
             self._num_copied_tokens += sum(copy.num_tokens for copy in copies)
-            self.scheduler.copied(fork, sequence)
+            self.scheduler.copied(fork)
             each.append(fork)
         for fork in each:
             self._token(fork, live, ended)
 
-    def _token(self, sequence: Running, live: Live, ended: list[Served]) -> None:
+    def _token(self, sequence: Sequence, live: Live, ended: list[Served]) -> None:
         output = live.outputs[sequence.sample]
         index = sequence.num_tokens - sequence.num_prompt_tokens
         self.scheduler.append_token(sequence, output[index])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixkv.scheduling.batch import ScheduledBatch
+from radixkv.scheduling.batch import ScheduledBatch, StepStats
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.sequence import Sequence
-from radixkv.scheduling.step_stats import StepStats
 from radixkv.simulate.step_load import StepLoad
 
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from radixkv.scheduling.batch import ScheduledBatch
 from radixkv.scheduling.scheduler import Scheduler
-from radixkv.scheduling.sequence import Sequence as Running
 
 
 class StepLoad(NamedTuple):
@@ -37,12 +36,11 @@ class StepLoad(NamedTuple):
         return self.num_prefill_tokens + self.num_decode_tokens
 
 
-def measure_load(batch: ScheduledBatch, sequences: Sequence[Running], scheduler: Scheduler) -> StepLoad:
+def measure_load(batch: ScheduledBatch, scheduler: Scheduler) -> StepLoad:
     """Counts what a scheduled batch takes.
 
     Args:
         batch: as `Scheduler.schedule` returned it, not committed yet.
-        sequences: `scheduler.batch`.
 
     Cost: O(sequences) where all that run decode and nothing is copied; else O(blocks of those that decode).
     """
@@ -50,14 +48,14 @@ def measure_load(batch: ScheduledBatch, sequences: Sequence[Running], scheduler:
     num_prefill = num_prefill_seqs = num_pairs = num_logits = 0
     num_kv = num_own_blocks = num_empty = 0
     decoding = []
-    for sequence, item in zip(sequences, batch.sequences, strict=True):
+    for running, item in zip(scheduler.batch, batch.sequences, strict=True):
         end = item.end
         num_logits += item.needs_logits
-        if end > sequence.num_prompt_tokens and end - item.start == 1:
+        if end > running.sequence.num_prompt_tokens and end - item.start == 1:
             num_kv += end
             num_blocks = -(-end // block_size)
             num_empty += num_blocks * block_size - end
-            num_own_blocks += num_blocks - sequence.blocks.lease.num_tokens // block_size  # type: ignore[union-attr]
+            num_own_blocks += num_blocks - running.blocks.lease.num_tokens // block_size
             decoding.append((item.block_table, num_blocks))
         else:
             count = end - item.start
@@ -91,9 +89,10 @@ def num_pinned_kv_tokens(scheduler: Scheduler) -> tuple[int, int]:
     """
     block_size = scheduler.block_size
     logical = own = 0
-    for sequence in scheduler.running:
-        logical += sequence.num_tokens
-        own += sequence.num_tokens - sequence.blocks.lease.num_tokens
+    for running in scheduler.running:
+        num_tokens = running.sequence.num_tokens
+        logical += num_tokens
+        own += num_tokens - running.blocks.lease.num_tokens
     return logical, own + scheduler.manager.cache.sizes.pinned * block_size
 
 

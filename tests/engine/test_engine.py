@@ -63,7 +63,7 @@ class Recorded(Engine):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.logits = {}
-        self.stepper.on_logits = self.keep
+        self.on_logits = self.keep
 
     def step(self):
         stats = super().step()
@@ -546,7 +546,7 @@ def test_a_detokenizer_that_fails_at_the_end_loses_no_other_abort(model):
     for name in names:
         engine.abort(name)
     engine.step()
-    assert not engine.has_unfinished_requests and not engine.stepper.generations
+    assert not engine.has_unfinished_requests and not engine.generations
     outputs = [generation.output().outputs[0] for generation in kept]
     assert [output.finish_reason for output in outputs] == ["abort"] * 3
     assert "planted" in outputs[0].error and outputs[1].error is None

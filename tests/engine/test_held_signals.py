@@ -116,7 +116,7 @@ def test_a_ctrl_c_in_a_step_keeps_what_is_cached(monkeypatch, place):
         return call(self, *arguments, **options)
 
     monkeypatch.setattr(owner, name, interrupted)
-    generations = list(engine.stepper.generations.values())
+    generations = list(engine.generations.values())
     num_interrupts = 0
     while engine.has_unfinished_requests:
         before = sum(generation.num_tokens for generation in generations)
@@ -145,7 +145,7 @@ def test_a_ctrl_c_while_generate_runs_aborts_its_requests():
     engine.runner.forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.generate([PROMPT, PROMPT[:20]], SamplingParams(max_tokens=50))
-    assert list(engine.stepper.generations.values()) == [other]
+    assert list(engine.generations.values()) == [other]
     while engine.has_unfinished_requests:
         engine.step()
     assert other.num_tokens == 20

@@ -59,8 +59,8 @@ FAULTS = [
     Fault("a stale tail: the wrong block", "KVManager.end", "sequence.block_table[leased]", "sequence.block_table[-1]"),
     Fault(
         "a tail with a token that was never computed",
-        "RunningSequences.let_go",
-        "max(sequence.num_computed - first, 0)",
+        "Scheduler._release",
+        "max(running.num_computed - first, 0)",
         "max(sequence.num_tokens - first, 0)",
     ),
     Fault(
@@ -105,37 +105,37 @@ FAULTS = [
         "len(packed) // TOKEN_BYTES - i * self.cache.block_size",
         "len(packed) // TOKEN_BYTES - i * self.cache.block_size - 1",
     ),
-    Fault("sequences that fail alone are not withdrawn", "Stepper._run_apart", "self.scheduler.withdraw()", ""),
+    Fault("sequences that fail alone are not withdrawn", "Engine._run_apart", "self.scheduler.withdraw()", ""),
     # ---- scheduling
     Fault(
         "a sequence of this step is preempted",
-        "RunningSequences.victim",
-        "[other for other in later if other.step != self.step]",
+        "Scheduler.victim",
+        "[other for other in later if other.step != self._step]",
         "list(later)",
     ),
     Fault(
         "a preempted sequence believes its KV is there",
-        "RunningSequences.let_go",
-        "sequence.num_computed = sequence.target = 0",
-        "sequence.target = 0",
+        "Scheduler._match",
+        "RunningSequence(sequence, blocks)",
+        "RunningSequence(sequence, blocks, sequence.num_tokens - 1 if sequence.num_preemptions else 0)",
     ),
     Fault(
         "the KV of a decoded token is not written",
-        "RunningSequences.schedule_decodes",
-        "self.publish(sequence, end - 1, end) if end % stride == 0 else end - 1",
-        "self.publish(sequence, end - 1, end) if end % stride == 0 else end",
+        "Scheduler._schedule_decodes",
+        "self._publish(running, end - 1, end) if end % stride == 0 else end - 1",
+        "self._publish(running, end - 1, end) if end % stride == 0 else end",
     ),
     Fault(
         "a block is written that is somebody else's",
-        "RunningSequences.publish",
-        "first + self.manager.publish(blocks, sequence.packed(first, end), start=first)",
-        "0 * self.manager.publish(blocks, sequence.packed(first, end), start=first)",
+        "Scheduler._publish",
+        "first + self.manager.publish(blocks, running.sequence.packed(first, end), start=first)",
+        "0 * self.manager.publish(blocks, running.sequence.packed(first, end), start=first)",
     ),
     Fault(
         "a step counts as computed before it has run",
-        "RunningSequences.schedule_chunk",
-        "sequence.step, sequence.target = self.step, end",
-        "sequence.step, sequence.target = self.step, end\nsequence.num_computed = end",
+        "Scheduler._schedule_chunk",
+        "running.step, running.target = self._step, end",
+        "running.step, running.target = self._step, end\nrunning.num_computed = end",
     ),
     # ---- resets
     Fault(
@@ -175,8 +175,8 @@ FAULTS = [
     Fault(
         "an abort ends a later request of that id",
         "Engine._take_in",
-        "self._generations.get(request_id) is self._aborting[0]",
-        "self._generations.get(request_id) is not None",
+        "self.generations.get(request_id) is self._aborting[0]",
+        "self.generations.get(request_id) is not None",
         ("tests/test_fault_injection.py::test_an_abort_that_comes_too_late",),
     ),
     Fault(
@@ -188,7 +188,7 @@ FAULTS = [
     ),
     Fault(
         "what was interrupted goes on half done",
-        "Stepper._change",
+        "Engine._transact",
         "if not self._is_whole:\n    self._begin_anew()\nraise",
         "self._is_whole = True\nraise",
         ("tests/test_shadow_engine.py::test_random_scripts_interrupted_at_random_lines",),
@@ -225,14 +225,14 @@ FAULTS = [
         "an abort is taken out of its queue first",
         "Engine._take_in",
         """
-            if self._generations.get(request_id) is self._aborting[0]:
-                self.stepper.end_all(request_id, "abort")
+            if self.generations.get(request_id) is self._aborting[0]:
+                self._end_all(request_id, "abort")
             self._aborting.popleft()
         """,
         """
-            if self._generations.get(request_id) is self._aborting[0]:
+            if self.generations.get(request_id) is self._aborting[0]:
                 self._aborting.popleft()
-                self.stepper.end_all(request_id, "abort")
+                self._end_all(request_id, "abort")
         """,
         ("tests/test_fault_injection.py", "-k", "interrupted_abort"),
     ),
@@ -240,7 +240,7 @@ FAULTS = [
         "a fork counts as computed before its copies have run",
         "Scheduler.fork",
         "return (other, copies)",
-        "self.copied(other, sequence)\nreturn (other, copies)",
+        "self.copied(other)\nreturn (other, copies)",
         ("tests/scheduling/test_scheduler.py", "-k", "once_its_copies"),
     ),
     Fault(

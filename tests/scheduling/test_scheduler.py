@@ -63,9 +63,8 @@ class Driver:
                 self.done(alone, sampled)
 
     def done(self, batch, sampled):
-        sequences = list(self.scheduler.batch)
         self.num_computed += batch.num_tokens
-        self.scheduler.commit()
+        sequences = self.scheduler.commit()
         sampled = iter(sampled)
         for sequence, item in zip(sequences, batch.sequences, strict=True):
             if sequence.request.request_id not in self.starts:
@@ -78,7 +77,7 @@ class Driver:
                 for sample in range(1, params.n):
                     other, copies = self.scheduler.fork(sequence, sample)
                     self.runner.copy(copies)
-                    self.scheduler.copied(other, sequence)
+                    self.scheduler.copied(other)
                     self.accept(other, (token + sample) % 7)
             self.accept(sequence, token)
 
@@ -190,7 +189,6 @@ def test_no_wait_is_longer_than_stated_whatever_is_preempted(order):
         remove(sequence, is_started=is_started)
 
     queue.add, queue.remove = counted_add, counted_remove
-    driver.scheduler._running._preempted = counted_add
     for i in range(80):
         driver.add(i, tokens(1000 * (i % 5), 12) + tokens(50_000 + 100 * i, 8), max_tokens=24, priority=i % 7)
         driver.step()
@@ -355,12 +353,11 @@ def test_a_fork_has_computed_what_is_its_own_once_its_copies_have_run(has_copied
     prompt = tuple(range(44))
     scheduler.add(Request("x", prompt, SamplingParams(n=2, max_tokens=4)))
     scheduler.schedule()
-    (sequence,) = scheduler.batch
-    scheduler.commit()
+    (sequence,) = scheduler.commit()
     other, copies = scheduler.fork(sequence, 1)
     assert [copy.num_tokens for copy in copies] == [12]
     if has_copied:
-        scheduler.copied(other, sequence)
+        scheduler.copied(other)
     scheduler.finish(other)
     scheduler.manager.check()
     assert scheduler.manager.cache.peek(prompt) == (44 if has_copied else 32)

@@ -221,10 +221,8 @@ def test_a_request_of_lower_priority_gives_way_and_still_ends(order):
         scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=8), priority=i % 3))
     for _ in range(400):
         scheduler.schedule()
-        batch = list(scheduler.batch)
-        scheduler.commit()
-        for one in batch:
-            if one.num_computed == one.num_tokens:
+        for one in scheduler.commit():
+            if one.running.num_computed == one.num_tokens:
                 scheduler.append_token(one, 1)
                 if len(one.generated_token_ids) == 8:
                     scheduler.finish(one)
@@ -243,8 +241,7 @@ def test_a_kept_prefix_goes_last_and_only_for_so_long():
         scheduler.add(Request(name, tuple(range(start, start + 16)), keep_steps=keep_steps))
         while scheduler.has_unfinished:
             scheduler.schedule()
-            (one,) = scheduler.batch
-            scheduler.commit()
+            (one,) = scheduler.commit()
             scheduler.append_token(one, 1)
             scheduler.finish(one)
 
@@ -269,8 +266,7 @@ def test_prefixes_are_kept_as_far_as_the_pool_reaches():
         prompt, params = tuple(range(100 * i, 100 * i + 9)), SamplingParams(max_tokens=1)
         scheduler.add(Request(str(i), prompt, params, keep_steps=10**9 - 3 * i))
         scheduler.schedule()
-        (sequence,) = scheduler.batch
-        scheduler.commit()
+        (sequence,) = scheduler.commit()
         scheduler.finish(sequence)
         scheduler.manager.check()
     kept = [watch for watch in watches if watch.rank is not None]

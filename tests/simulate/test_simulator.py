@@ -143,7 +143,7 @@ def test_one_at_a_time_hits_what_a_replay_hits(cache, block_size, num_blocks):
 def brute_force_load(batch, scheduler):
     """Every slot that a decode sees, counted in a set."""
     slots, logical, num_decodes = set(), 0, 0
-    by_id = {sequence.sequence_id: sequence for sequence in scheduler.running}
+    by_id = {running.sequence.sequence_id: running.sequence for running in scheduler.running}
     for item in batch.sequences:
         if item.num_tokens == 1 and item.end > by_id[item.sequence_id].num_prompt_tokens:
             num_decodes += 1
@@ -168,8 +168,8 @@ def test_random_runs_keep_every_invariant(cache, seed, monkeypatch):
     num_blocks = rng.choice([160, 300, 1000]) // block_size + 1
     loads = []
 
-    def checked(batch, sequences, scheduler):
-        load = simulator_module_measure(batch, sequences, scheduler)
+    def checked(batch, scheduler):
+        load = simulator_module_measure(batch, scheduler)
         found = (load.num_decode_tokens, load.num_decode_kv_tokens, load.num_unique_kv_tokens, load.num_prefill_pairs)
         assert found == brute_force_load(batch, scheduler)
         assert load.num_tokens == batch.num_tokens

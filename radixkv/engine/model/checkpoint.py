@@ -1,4 +1,4 @@
-"""A model with its tokenizer, in one call. Called by `radixkv.engine.engine`.
+"""A model with its tokenizer, in one call.
 
 What reads files comes with the `models` extra, and is imported only for a checkpoint that needs it.
 """

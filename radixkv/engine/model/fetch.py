@@ -48,6 +48,7 @@ def fetch(folder: Path) -> Path:
 
 
 def main() -> None:
+    """Downloads into the folder that the command line names, and prints where."""
     parser = argparse.ArgumentParser(description="Downloads SmolLM2-135M-Instruct, 98 MB.")
     parser.add_argument("--folder", type=Path, default=Path("models"))
     print(fetch(parser.parse_args().folder))

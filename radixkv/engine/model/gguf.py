@@ -1,4 +1,4 @@
-"""GGUF files: config, tensors and vocabulary of Llama-like, Qwen2 and Qwen3 models. Called by `checkpoint`.
+"""GGUF files: config, tensors and vocabulary of Llama-like, Qwen2 and Qwen3 models.
 
 Tensors are dequantised to float32 as they are read. Of architecture "llama" (Mistral too), GGUF stores query and key
 weights with each head's rows reordered for interleaved rotation; `GgufTensors.read` puts them back.

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face folders -> ModelConfig, in the forms of transformers 4 and 5. Called by `checkpoint`.
+"""config.json of Hugging Face folders -> ModelConfig, in the forms of transformers 4 and 5.
 
 The forms differ in `rope_theta` + `rope_scaling` against `rope_parameters`, and `torch_dtype` against `dtype`.
 """

@@ -45,12 +45,15 @@ class PlainArithmetic:
     """torch's own operations on as many rows as there are."""
 
     def prepared(self, weights: ModelWeights) -> ModelWeights:
+        """The same tensors."""
         return weights
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """One product of all rows."""
         return F.linear(x, weight, bias)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """torch's silu or GELU of all rows."""
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "silu":
             return F.silu(gate) * up
@@ -61,9 +64,11 @@ class InvariantArithmetic:
     """A row's bits are the same in every batch, at every place in it."""
 
     def prepared(self, weights: ModelWeights) -> ModelWeights:
+        """On a CPU, copies that begin where a row of a product expects it; else the same tensors."""
         return weights.mapped(row_linear.aligned) if weights.embedding.device.type == "cpu" else weights
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Products of as many rows as were measured to keep bits; on a GPU, of 128."""
         if x.device.type == "cpu":
             return row_linear.linear(x, weight, bias)
         result = x.new_empty(x.shape[0], weight.shape[0])
@@ -74,6 +79,7 @@ class InvariantArithmetic:
         return result
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """By `exp` and `erf` in float32, whose bits do not depend on the place of a row."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         if activation == "silu":
             active = _by_exp(gate, gate)

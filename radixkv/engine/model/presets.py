@@ -49,10 +49,11 @@ class RandomTensors:
         self._seed_of = {name: seed * len(self._shapes) + index for index, name in enumerate(sorted(self._shapes))}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that a model of this config has, by name."""
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """float32."""
+        """Returns one tensor, float32; norms are ones."""
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape)

@@ -1,4 +1,4 @@
-"""Reading what nobody vouches for: whatever a reader trips over becomes a ValueError that names the file."""
+"""Reading files that may be damaged: any error of a parser becomes a ValueError that names the file."""
 
 from __future__ import annotations
 

@@ -12,13 +12,17 @@ from radixkv.engine.model.vocabulary import Detokenizer, Vocabulary
 class Encoder(Protocol):
     """Text -> token ids."""
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Returns the token ids of a text, after the start token where that is asked for and there is one."""
+        ...
 
 
 class Template(Protocol):
     """Messages -> text."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str: ...
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Returns the text of a conversation, with the beginning of an answer where that is asked for."""
+        ...
 
 
 class Tokenizer:

@@ -1,4 +1,4 @@
-"""The decoder's forward pass over a flat list of rows. Called by `radixkv.engine.runner`.
+"""The decoder's forward pass over a flat list of rows.
 
 Rows of all sequences stand one after the other, without padding between them. KV state comes in as an argument and is
 written in place: in each layer the keys and values of all rows are written before any row reads, so that a row may read
@@ -38,7 +38,7 @@ class ForwardInput:
         seq_lens: [num_seqs] int32, this step's rows included.
         cu_seqlens_q: [num_seqs + 1] int32.
         logit_rows: [num_logits] int64, the rows whose logits are wanted.
-        plans: by window of a layer, who reads what where sequences share KV.
+        plans: by window of a layer, which rows read which shared KV together.
     """
 
     token_ids: Tensor

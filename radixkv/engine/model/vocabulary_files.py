@@ -1,4 +1,4 @@
-"""Vocabularies in files -> Tokenizer: tokenizer.json, GGUF's own, lists of pieces with scores. Called by `checkpoint`.
+"""Vocabularies in files -> Tokenizer: tokenizer.json, GGUF's own, lists of pieces with scores.
 
 All of them are run by the `tokenizers` package; what is not in its form is built in it, from merges (byte-level BPE) or
 from scores (SentencePiece's BPE, whose merges are all ways to split a piece, best score first).
