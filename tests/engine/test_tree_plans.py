@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from radixkv_kernels import TreePlan, TreePlanner
-from radixkv_kernels.plan import cuts, order, planner, tree_plan
+from radixkv_kernels.plan import cells, cuts, order, planner, tables, tree_plan
 
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
@@ -372,7 +372,7 @@ def test_a_number_changed_in_a_table_is_noticed_or_refused(model):
         owned[3] = 99
 
 
-PLANNING = (tree_plans, planner, order, cuts, tree_plan)
+PLANNING = (tree_plans, planner, tables, cells, order, cuts, tree_plan)
 
 
 def script():

@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 import pytest
 from radixkv_kernels import PlanConfig, TreePlan, TreePlanner
-from radixkv_kernels.plan import cuts, order
+from radixkv_kernels.plan import cells, cuts, order
 from radixkv_kernels.plan import planner as planner_module
+from radixkv_kernels.plan import tables as tables_module
 
 from tests import interruptions
 
@@ -86,7 +87,8 @@ def test_equals_the_plan_from_scratch_after_any_operations(seed):
     assert len(planner) == len(live) and all(n in planner for n in live)
     for name in list(live):
         planner.remove(name)
-    assert not planner._number_of and len(planner._unused) == len(planner._uses), "no cell is remembered for nobody"
+    numbers = planner._tables._cells
+    assert not numbers._number_of and len(numbers._unused) == len(numbers._uses), "no cell outlives its sequences"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -303,7 +305,7 @@ def grow_and_plan(planner: TreePlanner, live: dict[str, list[int]]) -> None:
 
 def test_an_interrupted_planner_plans_right_or_not_at_all():
     """At any line of its own: later calls are refused, or what it knows is all or nothing of each call."""
-    files = (planner_module, order, cuts)
+    files = (planner_module, tables_module, cells, order, cuts)
     lens, cu, line, refused, reached = np.array([300, 310]), np.arange(3), 1, 0, True
     while reached:
         planner, live = TreePlanner(PlanConfig(16, 8, 2)), {}

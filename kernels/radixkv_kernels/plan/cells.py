@@ -32,7 +32,7 @@ class Extents:
 
     @staticmethod
     def of(seq_lens: np.ndarray, q_lens: np.ndarray, cell_size: int, window: int | None) -> Extents:
-        """seq_lens, q_lens [num_seqs] int64, as `plan.check_lengths` lets them pass; a causal window. O(num_seqs)."""
+        """seq_lens, q_lens [num_seqs] int64, as `check_lengths` lets them pass; a causal window. O(num_seqs)."""
         if window is None and np.minimum(seq_lens, q_lens).min(initial=1) > 0:
             full = (seq_lens - 1) // cell_size
             zero = np.zeros(full.shape, dtype=np.int64)
@@ -62,6 +62,51 @@ class Extents:
     def holds(self, seq_lens: np.ndarray) -> bool:
         """Whether a plan made of these extents serves these lengths. O(num_seqs)."""
         return bool(((seq_lens >= self.low) & (seq_lens <= self.high)).all())
+
+
+class CellNumbers:
+    """A number for each different cell that is in use: equal numbers, equal block ids. Numbers are used again."""
+
+    def __init__(self) -> None:
+        self._number_of: dict[bytes, int] = {}
+        self._uses: list[int] = []
+        self._content: list[bytes] = []
+        self._unused: list[int] = []
+        self.num_shared = 0
+        """Cells that are in use twice or more."""
+
+    def take(self, data: bytes, starts: list[int], stops: list[int]) -> list[int]:
+        """The numbers of the cells data[starts[i]:stops[i]] (their block ids), each in use once more. O(data)."""
+        uses, numbers = self._uses, []
+        for start, stop in zip(starts, stops, strict=True):
+            content = data[start:stop]
+            number = self._number_of.get(content)
+            if number is None:
+                if self._unused:
+                    number = self._unused.pop()
+                    self._content[number] = content
+                else:
+                    number = len(uses)
+                    uses.append(0)
+                    self._content.append(content)
+                self._number_of[content] = number
+            uses[number] += 1
+            if uses[number] == 2:
+                self.num_shared += 1
+            numbers.append(number)
+        return numbers
+
+    def release(self, numbers: list[int]) -> None:
+        """Each in use once less; a number that is in use no more is free for another cell. O(len(numbers))."""
+        uses = self._uses
+        for number in numbers:
+            uses[number] -= 1
+            if uses[number] == 1:
+                self.num_shared -= 1
+            elif uses[number] == 0:
+                del self._number_of[self._content[number]]
+                self._content[number] = b""
+                self._unused.append(number)
 
 
 def cell_columns(num_cells: int, cell_size: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -51,6 +51,8 @@ class KeptOrder:
     def grow(self, num_rows: int) -> None:
         """Room for rows [0, num_rows); never less."""
         more = num_rows - len(self._places)
+        if not more:
+            return
         self._places = np.append(self._places, np.zeros(more, dtype=np.int64))
         self._cells = np.append(self._cells, np.full(more, -1))
 
