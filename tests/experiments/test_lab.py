@@ -201,8 +201,6 @@ def test_an_experiment_runs_at_its_smallest(entry, tmp_path):
     if entry.name != "gpu_kernels":  # it ends where there is no GPU
         found = find_result(entry.name, tmp_path, entry.load)
         assert isinstance(found, dict) and entry.load().answer(found)
-            "\n", " "
-        )
         assert (tmp_path / f"{entry.name}.png").stat().st_size > 1000
 
 
