@@ -43,9 +43,11 @@ VOCABULARY = 1000
 class NoModel:
     """Stands for the runner: every request gets the same token, and each 50th forward pass fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.config = SimpleNamespace(vocab_size=VOCABULARY, max_positions=100_000)
         self.num_calls = 0
+        self.owner: object = None
 
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         self.num_calls += 1
@@ -119,9 +121,10 @@ def measure(config: Config, name: str) -> list[Row]:
 
 def run(cache: str, block_size: int, config: Config) -> tuple[list[Row], list[str]]:
     """Serves the requests; returns memory over time, and what tracemalloc found kept by the last tenth."""
-    manager = KVManager(CacheConfig(cache, block_size).make(), config.num_blocks * 16 // block_size)
+    num_blocks = config.num_blocks * 16 // block_size
+    manager = KVManager(CacheConfig(cache, block_size).make(), num_blocks)
     scheduler = Scheduler(manager, SchedulerConfig(512, 32, max_overtakes=64))
-    runner: Any = NoModel()
+    runner: Any = NoModel(num_blocks, block_size)
     engine = Engine(runner, scheduler)
     traffic = Traffic(engine, config.seed)
     rows: list[Row] = []

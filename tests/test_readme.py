@@ -47,7 +47,9 @@ COMMANDS = sorted(
         " ".join(found.split())
         for path in DOCUMENTS
         for pattern in (MODULES, TARGETS)
-        for found in pattern.findall(path.read_text())
+        for found in pattern.findall(
+            re.sub(r"^```python\n.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        )
         if "..." not in found
     }
 )

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import operator
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from experiments.lab import catalog, harness
 from experiments.lab.harness import recorded_tables
 from experiments.lab.plots import pyplot
 from experiments.lab.report import write_report
-from experiments.lab.run import run_experiment
+from experiments.lab.run import find_result, run_experiment
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,20 @@ def test_an_experiment_says_what_it_asks_and_expects(entry):
     for name in ("show", "plot", "answer", "main"):
         assert callable(getattr(module, name))
     assert f"python -m experiments.{entry.name}" in module.__doc__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
+def test_an_experiment_runs_at_its_smallest(entry, tmp_path):
+    command = [sys.executable, "-m", "experiments", entry.name, "--smoke", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, cwd=catalog.FOLDER.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    if entry.name != "gpu_kernels":  # it ends where there is no GPU
+        found = find_result(entry.name, tmp_path, entry.load)
+        assert isinstance(found, dict) and entry.load().answer(found)
+        assert (tmp_path / f"{entry.name}.png").stat().st_size > 1000
 
 
 def test_a_name_that_is_none_is_told(capsys):
