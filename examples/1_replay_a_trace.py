@@ -1,7 +1,7 @@
 """What would a radix tree buy me? Replays a trace through both caches, in pools of three sizes.
 
-    python examples/1_replay_a_trace.py                 # a synthetic few-shot workload
-    python examples/1_replay_a_trace.py trace.jsonl     # conversations, requests, block ids: see the README
+python examples/1_replay_a_trace.py                 # a synthetic few-shot workload
+python examples/1_replay_a_trace.py trace.jsonl     # conversations, requests, block ids: see the README
 """
 
 import sys

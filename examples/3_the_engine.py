@@ -1,7 +1,7 @@
 """The engine: requests that share a prefix, a stream, several samples, and what was counted.
 
-    python examples/3_the_engine.py                    # a small random model
-    python examples/3_the_engine.py path/to/folder     # a Hugging Face folder, or a .gguf file
+python examples/3_the_engine.py                    # a small random model
+python examples/3_the_engine.py path/to/folder     # a Hugging Face folder, or a .gguf file
 """
 
 import sys
