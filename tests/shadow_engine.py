@@ -102,7 +102,7 @@ class ShadowRunner:
 
     def forward(self, batch):
         free = set(self.scheduler.manager.allocator.free_ids().tolist())
-        for slot in [slot for slot in self.slots if slot[0] in free]:  # whoever reads a free block gets poison
+        for slot in [slot for slot in self.slots if slot[0] in free]:  # a read of a free block finds poison
             del self.slots[slot]
         self.copy(batch.copies)
         running = {one.sequence.sequence_id: one.sequence for one in self.scheduler.running}
@@ -379,7 +379,7 @@ class ShadowMachine(RuleBasedStateMachine):
         for output, tokens in zip(outputs, wanted, strict=True):
             assert output.token_ids == tokens[: len(output.token_ids)], f"request {name}: expected {tokens}"
             if output.finish_reason == "error":
-                # A copy that fails at a fork is the request's own; every other planted fault is somebody's by name.
+                # A copy that fails at a fork is the request's own; every other planted fault names its request.
                 assert may_fail or any(f"planted {at}" in output.error for at in ("in a copy", "at a line")), (
                     output.error
                 )

@@ -48,7 +48,7 @@ class ShadowRunner:
 
     def forward(self, batch):
         """Returns the next token of each sequence that needs logits, in order."""
-        for block in self.scheduler.manager.allocator.free_ids().tolist():  # whoever reads a free block gets poison
+        for block in self.scheduler.manager.allocator.free_ids().tolist():  # a read of a free block finds poison
             for row in range(self.block_size):
                 self.slots.pop((block, row), None)
         self.copy(batch.copies)

@@ -1,4 +1,4 @@
-"""Every public call with what nobody should hand it: a ValueError that names something, and nothing is disturbed.
+"""Every public call with bad input: a ValueError that names something, and nothing is disturbed.
 
 Never a crash of the interpreter, a hang, another kind of error, or a silent wrong number.
 """

@@ -38,7 +38,7 @@ def wanted(model):
 
 
 def served(engine, wanted, may_fail=()):
-    """Serves all requests, some of them twice; whoever may not fail has the bits he would have had alone."""
+    """Serves all requests, some of them twice; one that may not fail has the bits that it has alone."""
     generations = []
     for round_of in range(2):
         for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
@@ -136,7 +136,7 @@ def test_an_interruption_while_sampling(model, wanted, monkeypatch):
 @pytest.mark.parametrize("block_size", [3, 16])
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_copy_of_a_partial_block_that_fails(model, wanted, block_size, n):
-    """A step whose copy fails is run again; at a fork (request 2) the request ends, and nobody else notices."""
+    """A step whose copy fails is run again; at a fork (request 2) the request ends, and no other notices."""
     engine = make_engine(model, "radix", block_size, num_blocks=-(-512 // block_size))
     planted = every_nth(engine.runner.copy, n, torch.OutOfMemoryError("planted"), when=lambda copies: len(copies) > 0)
     engine.runner.copy = planted

@@ -1,4 +1,4 @@
-"""Nobody else's KV: tenants, adapters, images, resets; and what the clock tells one tenant of another's prompts."""
+"""No request reads the KV of another namespace, and what the clock tells one tenant of another's prompts."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def engine(request):
     return shadow_engine(CACHES[request.param](4))
 
 
-EVERYBODY = [
+EACH = [
     None,
     Salt("a"),
     Salt("b"),
@@ -62,9 +62,9 @@ EVERYBODY = [
 
 
 def test_namespaces_are_typed_and_share_nothing_but_within_themselves(engine):
-    """A salt named as an adapter, an adapter of another version or path, and each pair of both, are somebody else."""
-    assert [hits(engine, namespace) for namespace in EVERYBODY] == [0] * len(EVERYBODY)
-    assert all(hits(engine, namespace) >= 44 for namespace in EVERYBODY)
+    """A salt named as an adapter, an adapter of another version or path, and pairs of both share nothing."""
+    assert [hits(engine, namespace) for namespace in EACH] == [0] * len(EACH)
+    assert all(hits(engine, namespace) >= 44 for namespace in EACH)
     assert hits(engine, (Salt("a"), LoRA("a"))) >= 44  # in whatever order they are given
 
 
@@ -72,7 +72,7 @@ def test_an_adapter_reloaded_under_its_name_finds_nothing(engine):
     hits(engine, LoRA("x", version=1))
     assert hits(engine, LoRA("x", version=1)) >= 44
     assert hits(engine, LoRA("x", version=2)) == 0
-    # Whoever keeps no versions resets.
+    # A caller that keeps no versions resets.
     stats = engine.reset_cache(LoRA("x", version=1))
     assert stats.num_freed_blocks >= 12 and stats.num_pinned_blocks == stats.num_stale_sequences == 0
     assert hits(engine, LoRA("x", version=1)) == 0
@@ -80,7 +80,7 @@ def test_an_adapter_reloaded_under_its_name_finds_nothing(engine):
 
 
 def test_a_shared_system_prompt_and_private_tails(engine):
-    """A salt from token 20 on: what stands before is everybody's."""
+    """A salt from token 20 on: what stands before is shared by all."""
     assert hits(engine, Salt("a", start=20)) == 0
     assert hits(engine, Salt("b", start=20)) == 20
     assert hits(engine, Salt("a", start=20)) >= 44
@@ -114,7 +114,7 @@ def test_a_reset_of_one_tenant_leaves_the_others(engine):
 
 @pytest.mark.parametrize("namespace", [None, Salt("a")])
 def test_a_reset_while_requests_run(engine, namespace):
-    """Who runs goes on with what he has and gives the same tokens; nothing of it is found afterwards."""
+    """A running request goes on with what it has and gives the same tokens; nothing of it is found afterwards."""
     params = SamplingParams(max_tokens=30)
     long = engine.generation(engine.add_request(PROMPT, params, namespace=Salt("a")))
     many = engine.generation(engine.add_request(PROMPT, SamplingParams(max_tokens=30, n=3), namespace=Salt("a")))
@@ -158,7 +158,7 @@ def sha256_cbor(block_size):
 
 @pytest.mark.parametrize("make", [RadixCache, sha256_cbor])
 def test_what_a_reset_tells_subscribers(make):
-    """Whoever follows the events knows what is held, after resets of a tenant and of all."""
+    """A subscriber of the events knows what is cached, after resets of a tenant and of all."""
     cache, held, told = make(4), set(), []
     engine = shadow_engine(cache)
 
@@ -202,7 +202,7 @@ def test_a_reset_in_the_middle_of_a_step_is_refused(engine):
     manager.check()
 
 
-def test_hashes_that_somebody_can_make_collide_are_accepted_only_in_so_many_words():
+def test_hashes_that_can_be_made_to_collide_are_accepted_only_in_so_many_words():
     for weak in ({"hash_algorithm": "xxhash"}, {"hash_algorithm": "xxhash_cbor"}, {"digest_bits": 64}):
         with pytest.raises(ValueError, match="accept_collisions"):
             FlatHashCache(16, **weak)
@@ -215,7 +215,7 @@ def test_hashes_that_somebody_can_make_collide_are_accepted_only_in_so_many_word
     assert cache.num_collisions > 50
 
 
-def test_a_namespace_nobody_uses_any_longer_is_forgotten():
+def test_a_namespace_without_users_is_forgotten():
     """A tenant a request: what is kept of their names follows the pool, not the tenants ever seen."""
     cache = RadixCache(4)
     engine = shadow_engine(cache, 60)
@@ -229,10 +229,10 @@ def test_a_namespace_nobody_uses_any_longer_is_forgotten():
 
 @pytest.mark.parametrize("cache", few(["radix", "flat_hash"], 1))
 def test_a_foreign_tenants_prefix_does_not_show_in_the_time_to_first_token(cache):
-    """A tenant times prompts that another has cached, and prompts that nobody has, alternating; CPU time.
+    """A tenant times prompts that another has cached, and prompts that none has, alternating; CPU time.
 
     A sign test on the pairs: were the two alike, each would be the faster in half of them; 33 of 40 or more, or 7 or
-    fewer, has a chance of 4e-5. The same test on a prompt of his own must see the difference, or it would see nothing.
+    fewer, has a chance of 4e-5. The same test on a prompt of its own must see the difference, or it would see nothing.
     """
     import time
 

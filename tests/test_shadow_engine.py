@@ -1,4 +1,4 @@
-"""Random scripts on the whole engine over a shadow pool (`shadow_engine`): nothing lost, nobody else's KV."""
+"""Random scripts on the whole engine over a shadow pool (`shadow_engine`): nothing lost, no KV of another request."""
 
 import os
 

@@ -151,7 +151,7 @@ class ShadowEngine:
         self.manager.check()
         if self.num_blocks is not None:
             assert self.manager.sizes.num_blocks == self.num_blocks
-        for block in self.manager.allocator.free_ids():  # whoever reads a free block gets poison
+        for block in self.manager.allocator.free_ids():  # a read of a free block finds poison
             for row in range(self.block_size):
                 self.slots.pop((int(block), row), None)
 

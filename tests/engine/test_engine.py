@@ -58,7 +58,7 @@ def make_engine(model, cache="radix", block_size=16, num_blocks=64, deterministi
 
 
 class Recorded(Engine):
-    """Checks who holds what after each step, and keeps the logits from which each token was sampled."""
+    """Checks the owner of each block after each step, and keeps the logits from which each token was sampled."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -254,10 +254,10 @@ def test_streams_of_coroutines(model):
         async for _ in engine.stream_async(prompt, params):
             break
 
-    async def everybody():
+    async def all_of_them():
         return await asyncio.gather(read("abc"), read("abd"), leave("abe"), read("xyz"))
 
-    outputs = asyncio.run(everybody())
+    outputs = asyncio.run(all_of_them())
     while engine.has_unfinished_requests:
         engine.step()
     alone = make_engine(model, "null").generate(["abc", "abd", "xyz"], params)
@@ -350,7 +350,7 @@ def test_an_interrupted_step_leaves_nothing_behind(model, cache, block_size, int
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_a_neighbours_failure_ends_nobody_whose_prompt_is_cached(model, block_size):
+def test_a_neighbours_failure_ends_no_request_whose_prompt_is_cached(model, block_size):
     engine = make_engine(model, "radix", block_size, num_blocks=128)
     prompt, params = list(range(32)), SamplingParams(max_tokens=4, ignore_eos=True)
     wanted = engine.generate([prompt], params)[0].outputs[0].token_ids
@@ -453,14 +453,14 @@ def test_cancelled_coroutines_leave_the_others_alone(model):
         async def read(prompt, engine=engine):
             return [output async for output in engine.stream_async(prompt, params)][-1].outputs[0].token_ids
 
-        async def everybody(read=read, rng=rng):
+        async def all_of_them(read=read, rng=rng):
             tasks = [asyncio.create_task(read(prompt)) for prompt in prompts]
             await asyncio.sleep(rng.random() * 0.02)
             gone = rng.randrange(5)
             tasks[gone].cancel()
             return gone, await asyncio.gather(*tasks, return_exceptions=True)
 
-        gone, results = asyncio.run(everybody())
+        gone, results = asyncio.run(all_of_them())
         for index, result in enumerate(results):
             if not isinstance(result, asyncio.CancelledError):
                 assert result == wanted[index], (seed, gone, index)

@@ -126,7 +126,7 @@ FAULTS = [
         "self._publish(running, end - 1, end) if end % stride == 0 else end",
     ),
     Fault(
-        "a block is written that is somebody else's",
+        "a block of the cache is written again",
         "Scheduler._publish",
         "first + self.manager.publish(blocks, running.sequence.packed(first, end), start=first)",
         "0 * self.manager.publish(blocks, running.sequence.packed(first, end), start=first)",
@@ -150,7 +150,7 @@ FAULTS = [
         "not concerned.isdisjoint(kinds(lease.namespace))",
         "not concerned.isdisjoint(kinds(lease.namespace)) and False",
     ),
-    Fault("a fork of who ran before a reset publishes", "KVManager.fork", "lease.is_stale = is_stale", "", ISOLATION),
+    Fault("a fork of a stale sequence publishes", "KVManager.fork", "lease.is_stale = is_stale", "", ISOLATION),
     Fault("what was forgotten becomes evictable, and found", "RadixTree.enter_leaves", "node.is_forgotten", "False"),
     Fault(
         "a tenant's blocks survive his reset (flat)",

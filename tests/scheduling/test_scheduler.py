@@ -247,7 +247,7 @@ def test_an_aborted_prefill_leaves_what_it_finished():
     assert driver.finished["later", 0][0] == expected(prompt, None, 1)
 
 
-def test_one_that_fails_alone_ends_with_an_error_and_nobody_else():
+def test_one_that_fails_alone_ends_with_an_error_and_no_other():
     driver = Driver(num_blocks=200)
     shared = tokens(0, 100)
     for i in range(6):

@@ -198,7 +198,7 @@ def test_longest_prefix_follows_the_cache_without_matching_again(monkeypatch):
     monkeypatch.setattr(cache, "peek", None)
     for _ in range(10):
         assert best() is first
-    publish(cache, [7, 7, 7])  # concerns nobody
+    publish(cache, [7, 7, 7])  # concerns neither
     assert best() is first and not walks
     cache.evict(10**6)
     assert best() is first and not walks  # back to the earlier one; a cut matches nothing either

@@ -370,7 +370,7 @@ def test_a_closed_loop_keeps_so_many_open_and_turns_in_order():
         if turns:
             assert served.metrics.arrival_s == turns[-1].metrics.finished_s + 2.0
         turns.append(served)
-    # Whoever comes back finds all but the last token of what was said before.
+    # A later turn finds all but the last token of what was said before.
     assert all(turn.num_cached_tokens > 0 for turns in by_session.values() for turn in turns[1:])
 
 
