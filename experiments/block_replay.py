@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from radixkv.blocks.allocator import OutOfBlocks
 from radixkv.blocks.bounds import BlockPaths
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.cache.contract import PrefixCache
+from radixkv.cache.contract import PrefixCache, Watch
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.radix.policies import POLICIES
 from radixkv.cache.radix.policies.cost import Cost
-from radixkv.cache.radix.watches import Watch
 from radixkv.cache.tokens import pack
 
 HISTORY = tuple(POLICIES)

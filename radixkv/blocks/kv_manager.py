@@ -21,7 +21,7 @@ import numpy as np
 
 from radixkv.blocks.allocator import BlockAllocator, OutOfBlocks
 from radixkv.blocks.sequence_blocks import BlockCopy, PoolSizes, ResetStats, SequenceBlocks, StepLog
-from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, PrefixCache, Tail, check_count, take_over
+from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, PartialBlock, PrefixCache, check_count, take_over
 from radixkv.cache.namespace import Namespace
 from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack
 
@@ -289,7 +289,7 @@ class KVManager:
 
         What was published is its sequence's own again, and free if it came in this step. So a sequence may have fewer
         blocks than `grow` gave it, and fewer cached tokens than `begin` found: `block_table`, `num_cached_tokens` and
-        `copy` say what is left. (A tail that was replaced in the cache is gone: one partly filled block.)
+        `copy` say what is left. (A partial block that was replaced in the cache is gone.)
         """
         self.cache.withdraw()
         for key, log in self._step.items():
@@ -319,7 +319,7 @@ class KVManager:
         """
         self._check_committed(sequence)
         leased = self._num_leased(sequence)
-        tail = None
+        partial_block = None
         packed = pack(token_ids)
         rest = _after(sequence, packed, start) if packed else b""
         if rest and sequence.copy:
@@ -332,10 +332,10 @@ class KVManager:
                 f"published, got {len(rest) // TOKEN_BYTES}"
             )
         if rest and self.cache.partial_blocks and leased < len(sequence.block_table):
-            tail = Tail(rest, int(sequence.block_table[leased]))
-        self.cache.release(sequence.lease, tail)
+            partial_block = PartialBlock(rest, int(sequence.block_table[leased]))
+        self.cache.release(sequence.lease, partial_block)
         self._forget(sequence)
-        self._free_own(sequence, leased + (tail is not None))
+        self._free_own(sequence, leased + (partial_block is not None))
         self._reclaim()
 
     def reset(self, namespace: Namespace | None = None) -> ResetStats:
@@ -349,12 +349,12 @@ class KVManager:
         """
         if any(log.has_published for log in self._step.values()):
             raise RuntimeError("reset: expected the step to be committed or withdrawn before")
-        superseded = self.cache.num_superseded_blocks
+        num_dead = self.cache.num_dead_blocks
         forgotten = self.cache.reset(namespace)
         self.allocator.free(forgotten.block_ids)
         self._reclaim()
         num_stale = sum(sequence.lease.is_stale for sequence in self._sequences.values())
-        return ResetStats(len(forgotten.block_ids) + superseded, forgotten.num_pinned, num_stale)
+        return ResetStats(len(forgotten.block_ids) + num_dead, forgotten.num_pinned, num_stale)
 
     # ---- who holds what
 
@@ -416,7 +416,7 @@ class KVManager:
         sequence.block_table = np.concatenate([sequence.block_table[:first], cached, sequence.block_table[end:]])
 
     def _free_own(self, sequence: SequenceBlocks, first: int) -> None:
-        # Tail first, as the flat hash of engines does: what comes last in a sequence is reused first.
+        # The last first, as the flat hash of engines does: what comes last in a sequence is reused first.
         self.allocator.free(sequence.block_table[first:][::-1])
 
     def _forget(self, sequence: SequenceBlocks) -> None:
@@ -429,9 +429,9 @@ class KVManager:
             self._copying.remove(sequence)
 
     def _reclaim(self) -> None:
-        """Frees at once what a fuller block has replaced."""
-        if self.cache.num_superseded_blocks:
-            self.allocator.free(self.cache.evict(self.cache.num_superseded_blocks))
+        """Frees dead blocks at once."""
+        if self.cache.num_dead_blocks:
+            self.allocator.free(self.cache.evict(self.cache.num_dead_blocks))
 
 
 def _after(sequence: SequenceBlocks, token_ids: TokenIds, start: int) -> bytes:

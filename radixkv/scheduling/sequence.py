@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixkv.blocks.kv_manager import SequenceBlocks
-from radixkv.cache.radix.watches import Watch
+from radixkv.cache.contract import Watch
 from radixkv.scheduling.request import Request
 
 

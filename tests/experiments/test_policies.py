@@ -60,7 +60,7 @@ def test_rows_are_shown_with_the_policies_that_were_measured(known, capsys, tmp_
     """Rows of another version have fewer policies, or one that is registered no longer."""
     row = {"trace": "a", "num_blocks": 10, "gap": 0.3, "bound": 0.8, "queue_aware": 0.6}
     row |= {"flat_hash": 0.4, "flat_hash queue_aware": 0.5, "queue_aware closes": 0.3}
-    row |= {name: 0.5 for name in known} | {f"{name} closes": 0.0 for name in known}
+    row |= dict.fromkeys(known, 0.5) | {f"{name} closes": 0.0 for name in known}
     data = {"rows": [row], "config": {"num_waiting": 256}}
     assert eviction.verdict([row])["best_history"] in known
     assert "30% on a" in eviction.answer(data)
