@@ -25,12 +25,11 @@ from experiments.workloads import EMBEDDED, available, is_conversation, requests
 from radixkv.blocks.allocator import OutOfBlocks
 from radixkv.blocks.bounds import BlockPaths
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.cache.contract import PrefixCache
+from radixkv.cache.contract import PrefixCache, Watch
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.radix.policies import POLICIES
 from radixkv.cache.radix.policies.cost import Cost
-from radixkv.cache.radix.watches import Watch
 from radixkv.cache.tokens import pack
 
 ENTRY = Entry("policies", seconds=90, place=2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from radixkv.blocks.allocator import OutOfBlocks
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.cache.contract import Tail
+from radixkv.cache.contract import PartialBlock
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Media, Salt
 from radixkv.cache.radix.cache import RadixCache
@@ -207,7 +207,7 @@ def test_caches(cache, block_size, good, bad, namespace):
         refused(cache.evict, bad)
     assert namespace is None or refused(cache.reset, namespace)
     num_pinned = cache.sizes.pinned
-    for wrong in (Tail(bad, 800), Tail([1], bad)):
+    for wrong in (PartialBlock(bad, 800), PartialBlock([1], bad)):
         if not lease.released and refused(cache.release, lease, wrong):
             assert cache.sizes.pinned == num_pinned
         cache.check()

@@ -21,7 +21,16 @@ from typing import Any
 import numpy as np
 
 from radixkv.blocks.allocator import BlockAllocator, OutOfBlocks
-from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, Lease, PrefixCache, Tail, check_count, take_over
+from radixkv.cache.contract import (
+    NO_BLOCKS,
+    Blocks,
+    CacheCorruption,
+    Lease,
+    PartialBlock,
+    PrefixCache,
+    check_count,
+    take_over,
+)
 from radixkv.cache.namespace import Namespace
 from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack
 
@@ -449,7 +458,7 @@ class KVManager:
         """
         self._check_committed(sequence)
         leased = self._num_leased(sequence)
-        partial = None
+        partial_block = None
         packed = pack(token_ids)
         rest = _after(sequence, packed, start) if packed else b""
         if rest and sequence.copy:
@@ -462,10 +471,10 @@ class KVManager:
                 f"published, got {len(rest) // TOKEN_BYTES}"
             )
         if rest and self.cache.partial_blocks and leased < len(sequence.block_table):
-            partial = Tail(rest, int(sequence.block_table[leased]))
-        self.cache.release(sequence.lease, partial)
+            partial_block = PartialBlock(rest, int(sequence.block_table[leased]))
+        self.cache.release(sequence.lease, partial_block)
         self._forget(sequence)
-        self._free_own(sequence, leased + (partial is not None))
+        self._free_own(sequence, leased + (partial_block is not None))
         self._reclaim()
 
     def reset(self, namespace: Namespace | None = None) -> ResetStats:
@@ -481,12 +490,12 @@ class KVManager:
         """
         if any(log.has_published for log in self._step.values()):
             raise RuntimeError("reset: expected the step to be committed or withdrawn before")
-        superseded = self.cache.num_superseded_blocks
+        num_dead = self.cache.num_dead_blocks
         forgotten = self.cache.reset(namespace)
         self.allocator.free(forgotten.block_ids)
         self._reclaim()
         num_stale = sum(sequence.lease.is_stale for sequence in self._sequences.values())
-        return ResetStats(len(forgotten.block_ids) + superseded, forgotten.num_pinned, num_stale)
+        return ResetStats(len(forgotten.block_ids) + num_dead, forgotten.num_pinned, num_stale)
 
     # ---- ownership
 
@@ -561,9 +570,9 @@ class KVManager:
             self._copying.remove(sequence)
 
     def _reclaim(self) -> None:
-        """Frees at once what a fuller block has replaced."""
-        if self.cache.num_superseded_blocks:
-            self.allocator.free(self.cache.evict(self.cache.num_superseded_blocks))
+        """Frees dead blocks at once."""
+        if self.cache.num_dead_blocks:
+            self.allocator.free(self.cache.evict(self.cache.num_dead_blocks))
 
 
 def _after(sequence: SequenceBlocks, token_ids: TokenIds, start: int) -> bytes:

@@ -30,7 +30,7 @@ class BlockStored:
         token_ids: [n * block_size] int32 packed.
         block_size: tokens per block.
         lora_id: always None; vLLM's older field, kept for the order.
-        medium: where the blocks are; for whoever puts the event on a wire to fill in.
+        medium: where the blocks are; to be filled in where the event is put on a wire.
         lora_name: the adapter that all blocks of the run depend on.
         extra_keys: [n] what else went into each hash, as `radixkv.cache.hashing.extra_keys` yields it; None where
             nothing did in any block.
@@ -75,7 +75,7 @@ class EventEmitter:
     """Turns blocks stored and removed into numbered events, one emitter a cache.
 
     Attributes:
-        active: whether anyone subscribes. A cache skips the emitter, and radix any hashing, while nobody does.
+        active: whether anyone subscribes. Without subscribers a cache skips the emitter, and radix any hashing.
 
     A callback runs inside `commit` or `evict` and must not call the cache. One that raises is *behind*: `catch_up`,
     at the next commit, tells it everything anew, and ends its subscription where that fails too.
@@ -100,8 +100,8 @@ class EventEmitter:
         """Adds a subscriber, which hears of everything held now before anything else.
 
         Args:
-            callback: called as `callback(number, event)`; numbers count from 0 for each subscriber, so that whoever
-                misses one knows, and starts again by subscribing anew.
+            callback: called as `callback(number, event)`; numbers count from 0 for each subscriber, so that one
+                that is missed shows; then subscribe anew.
             announce: the cache's: calls `stored` or `publish` for all that it has committed, parents first.
 
         Returns:
@@ -119,7 +119,7 @@ class EventEmitter:
         return lambda: self._unsubscribe(subscriber)
 
     def _announce_to(self, subscriber: _Subscriber) -> None:
-        """Announces all that is held to one subscriber, who then is one of the audience. Raises what it raises."""
+        """Announces all that is held to one subscriber, and then adds it to the audience. Raises what it raises."""
         before = self._hash_of, self._copies, self._audience, self.active
         try:
             # The maps follow from the content, so announcing it to one alone fills them as they were.

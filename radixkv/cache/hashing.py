@@ -57,7 +57,7 @@ class BlockHasher:
     def chain(
         self, parent: bytes, token_ids: bytes | memoryview, parts: Parts = (), position: int = 0
     ) -> Iterator[bytes]:
-        """Yields the hash of each full block, lazily: who stops early has hashed no more than he asked for.
+        """Yields the hash of each full block, lazily: a caller that stops early hashes only the blocks it consumed.
 
         Args:
             parent: the hash of the block before, or `seed`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import nlargest
 from html import escape
 
-from radixkv.cache.radix.snapshot import Span
+from radixkv.cache.radix.cache import Span
 from radixkv.inspect.survey import Survey, below
 
 _STYLE = """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from radixkv.cache.namespace import LoRA, Media, Namespace, Salt, parts
-from radixkv.cache.radix.snapshot import Span
+from radixkv.cache.radix.cache import Span
 from radixkv.cache.tokens import TOKEN_BYTES, unpack
 
 

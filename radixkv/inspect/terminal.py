@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise ImportError(f"radixkv.inspect needs {error.name}: pip install 'radixkv[experiments]'") from error
 
-from radixkv.cache.radix.snapshot import Span
+from radixkv.cache.radix.cache import Span
 from radixkv.inspect.survey import Survey, below
 from radixkv.inspect.why import Difference
 

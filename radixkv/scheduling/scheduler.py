@@ -24,9 +24,8 @@ from sortedcontainers import SortedKeyList
 
 from radixkv.blocks.allocator import OutOfBlocks
 from radixkv.blocks.kv_manager import BlockCopy, KVManager
-from radixkv.cache.contract import check_count, take_over
+from radixkv.cache.contract import Watch, check_count, take_over
 from radixkv.cache.namespace import parts
-from radixkv.cache.radix.watches import Watch
 from radixkv.cache.tokens import num_common_tokens, pack
 from radixkv.scheduling.batch import ScheduledBatch, ScheduledSequence
 from radixkv.scheduling.ordering import ORDERS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixkv.blocks.kv_manager import SequenceBlocks
-from radixkv.cache.radix.watches import Watch
+from radixkv.cache.contract import Watch
 from radixkv.cache.tokens import TOKEN_BYTES
 from radixkv.scheduling.request import Request
 

@@ -190,7 +190,7 @@ class RandomRun:
         for entry in [entry for entry in self.live if entry[0].is_stale]:
             self.live.remove(entry)
             self.cache.release(entry[0])
-        self.free += self.cache.evict(self.cache.num_superseded_blocks).tolist()
+        self.free += self.cache.evict(self.cache.num_dead_blocks).tolist()
 
     def evict(self):
         asked = self.random.randint(0, 6)

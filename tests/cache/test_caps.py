@@ -38,7 +38,7 @@ class CappedRun(RandomRun):
         return self
 
     def check(self):
-        given_up = self.cache.evict(self.cache.num_superseded_blocks).tolist()
+        given_up = self.cache.evict(self.cache.num_dead_blocks).tolist()
         self.free += given_up
         self.num_given_up += len(given_up)
         super().check()
@@ -53,7 +53,7 @@ class CappedRun(RandomRun):
             salts = [part.value for token in key for part in parts_in(token) if isinstance(part, Salt)]
             if salts and key not in pinned:
                 held[salts[0]] = held.get(salts[0], 0) + 1
-        if isinstance(self.cache, RadixCache) and self.cache.tree.fresh:
+        if isinstance(self.cache, RadixCache) and self.cache.tree.uncommitted:
             return  # what a step has yet to compute can't be given up before it has
         for tenant, count in held.items():
             assert count <= self.caps.get(tenant, 10**9), (tenant, count)
@@ -191,7 +191,9 @@ def test_tenants_that_came_once_leave_nothing(name):
         manager.commit()
         manager.end(sequence)
     cache = manager.cache
-    kept = [cache._queue._unpinned] if name == "flat_hash" else [cache.tree._leaves_of, cache.tree.num_unpinned]
+    kept = (
+        [cache._tenants._unpinned] if name == "flat_hash" else [cache._tenants._leaves_of, cache._tenants.num_unpinned]
+    )
     assert all(len(each) <= 51 for each in kept)
 
 
@@ -219,7 +221,7 @@ def test_caps_count_rightly_after_a_reset_with_leases_held(name):
             cache.release(held.pop(rng.randrange(len(held))))
         if rng.random() < 0.1:
             free += cache.reset(rng.choice([None, Salt("a")])).block_ids.tolist()
-        free += cache.evict(cache.num_superseded_blocks).tolist()
+        free += cache.evict(cache.num_dead_blocks).tolist()
         cache.check()
         assert sum(cache.sizes) + len(free) == 200
     for lease in held:
@@ -244,5 +246,47 @@ def test_a_split_of_all_that_a_tenant_holds_keeps_it_under_its_cap():
 
     put([1, 2, 3, 4, 5, 6, 7, 8], 0)
     cache.cancel(cache.acquire([1, 2, 3, 9], tenant))  # splits the one leaf, and lets it go again
-    known = [node for _, _, entry, node in cache.tree._leaves_of["a"] if node.entry == entry]
+    known = [node for last_use, _, node in cache._tenants._leaves_of["a"] if node.entry and node.last_use == last_use]
     assert known == cache.tree.leaves.in_order()
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_what_hangs_where_a_salt_was_cut_off_belongs_to_no_tenant(policy):
+    cache = RadixCache(1, policy=policy, tenant_caps={"a": 0})
+
+    def begin(tokens, block, namespace=None):
+        lease = cache.acquire(tokens, namespace)
+        rest = tokens[lease.num_tokens :]
+        cache.insert(lease, rest, list(range(block, block + len(rest))))
+        cache.commit()
+        return lease
+
+    cache.release(begin([1, 2, 3, 4], 0, Salt("a", start=2)))
+    assert cache.peek([1, 2, 3, 4], Salt("a", start=2)) == 2 and cache.num_dead_blocks == 2
+    first, second = begin([1, 2, 5], 10), begin([1, 2, 6], 20)
+    cache.release(first)
+    cache.release(second)
+    cache.check()
+    assert cache.peek([1, 2, 5]) == 3 and cache.peek([1, 2, 6]) == 3
+
+
+def test_of_a_tenant_over_its_cap_what_requests_wait_for_goes_last():
+    cache = RadixCache(1, tenant_caps=4)
+    tenant = Salt("a")
+    watch = cache.watch([1, 2, 9], tenant, rank=(0, 0))
+    for block, tokens in enumerate([[1, 2], [3, 4], [5, 6]]):
+        lease = cache.acquire(tokens, tenant)
+        cache.insert(lease, tokens, [10 * block, 10 * block + 1])
+        cache.commit()
+        cache.release(lease)
+        cache.check()
+    assert watch.num_tokens == 2
+    assert cache.evict(cache.num_dead_blocks).tolist() == [11, 10]
+    lease = cache.acquire([5, 6], tenant)
+    cache.release(cache.acquire([], tenant))
+    cache.insert(lease, [7, 8, 9], [30, 31, 32])
+    cache.commit()
+    cache.release(lease)  # five of them are one leaf, used last
+    assert cache.evict(cache.num_dead_blocks).tolist() == [32, 31, 30]
+    assert watch.num_tokens == 2
+    cache.check()

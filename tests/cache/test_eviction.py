@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from radixkv.cache.contract import Tail
+from radixkv.cache.contract import PartialBlock
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.radix.eviction import Policy
 from radixkv.cache.radix.policies import make_policy
@@ -75,22 +75,22 @@ def test_what_is_added_to_a_sequence_has_its_own_age(policy):
     newest = leaves[np.array([100], np.int32).tobytes()]
     assert newest.num_tokens == 1 and newest.born > 1
     if policy == "lfu":
-        assert newest.heat < newest.parent.heat
+        assert newest.policy_state < newest.parent.policy_state
     if policy == "cost":
-        assert newest.heat == 1 and newest.parent.heat == 11
+        assert newest.policy_state == 1 and newest.parent.policy_state == 11
 
 
 @pytest.mark.parametrize("policy", ["lfu", "fifo", "cost", "probation"])
-def test_a_split_keeps_age_and_heat(policy):
+def test_a_split_keeps_age_and_policy_state(policy):
     cache = RadixCache(1, policy=policy)
     put(cache, [1, 2, 3, 4], 0)
     use(cache, [1, 2, 3, 4])
     (whole,) = cache.tree.root.children.values()
-    born, heat = whole.born, whole.heat
+    born, policy_state = whole.born, whole.policy_state
     lease = cache.acquire([1, 2])
     upper = lease.cursor
     (lower,) = upper.children.values()
-    assert (upper.born, upper.heat, lower.born, lower.heat) == (born, heat, born, heat)
+    assert (upper.born, upper.policy_state, lower.born, lower.policy_state) == (born, policy_state, born, policy_state)
     cache.cancel(lease)
     assert len(cache.tree.root.children) == 1 and cache.tree.leaves.in_order()[0].num_tokens == 4  # joined again
 
@@ -108,7 +108,7 @@ def test_cost_keeps_what_is_deep_and_full():
     whole.commit()
     whole.release(lease)
     lease = whole.acquire([])
-    whole.release(lease, Tail([500, 501], 1))
+    whole.release(lease, PartialBlock([500, 501], 1))
     use(whole, list(range(16)))
     assert whole.evict(1).tolist() == [1]
 
@@ -132,7 +132,7 @@ def test_lru_lets_a_tail_look_older_by_what_is_empty_of_it():
     cache.commit()
     cache.release(lease)
     lease = cache.acquire([])
-    cache.release(lease, Tail([500, 501], 1))  # later, but two tokens of sixteen
+    cache.release(lease, PartialBlock([500, 501], 1))  # later, but two tokens of sixteen
     assert cache.evict(1).tolist() == [1]
 
 

@@ -239,7 +239,7 @@ def test_check_finds_what_is_wrong():
     broken(lambda cache: cache._map.held.clear())
     broken(lambda cache: cache._contents.pop(0))
     broken(lambda cache: setattr(cache._contents[1], "token_ids", b"\0" * 4))
-    broken(lambda cache: cache._fresh.update({9: None}))
+    broken(lambda cache: cache._uncommitted.update({9: None}))
     broken(lambda cache: setattr(cache.live, "num_tokens", 1))
     broken(lambda cache: cache.live.cursor.blocks.pop())
 

@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from radixkv.cache.contract import Tail
+from radixkv.cache.contract import PartialBlock
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.radix.eviction import Policy, overrides
 from radixkv.cache.radix.policies import POLICIES, find_policies, make_policy
@@ -68,7 +68,7 @@ def script(seed, policy, block_size):
         while len(running) > rng.randrange(4):
             lease, text = running.pop(rng.randrange(len(running)))
             left = text[lease.num_tokens :] if rng.random() < 0.7 else []
-            cache.release(lease, Tail(left, block) if left else None)
+            cache.release(lease, PartialBlock(left, block) if left else None)
             block += 1
         found.append(cache.evict(max(cache.sizes.evictable - 20, 0)).tolist())
     cache.check()
@@ -113,7 +113,7 @@ def test_partial_blocks_age_as_the_policy_declares(name):
         cache.commit()
         cache.release(lease)
     lease = cache.acquire([])
-    cache.release(lease, Tail([500, 501], 1))
+    cache.release(lease, PartialBlock([500, 501], 1))
     gone = cache.evict(7).tolist()
     older = POLICIES[name].partial_ageing
     assert gone.index(1) < 6 if older else True

@@ -1,4 +1,4 @@
-"""RadixCache: small inputs that went wrong elsewhere, partial blocks, tails, and random runs of both."""
+"""RadixCache: small inputs that went wrong elsewhere, partial blocks, and random runs of both."""
 
 import random
 import time
@@ -6,14 +6,14 @@ import time
 import numpy as np
 import pytest
 
-from radixkv.cache.contract import Tail
+from radixkv.cache.contract import PartialBlock
 from radixkv.cache.namespace import LoRA, Media, Salt
 from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.node import MAX_SPAN_BYTES
 from radixkv.cache.radix.policies import POLICIES
-from radixkv.cache.radix.tree import MAX_SPAN_BYTES
 
 
-def put(cache, token_ids, first_block, namespace=None, *, tail=False):
+def put(cache, token_ids, first_block, namespace=None, *, partial=False):
     """Publishes a request's tokens as if it had run; returns how many were cached before."""
     lease = cache.acquire(token_ids, namespace)
     hit = lease.num_tokens + (lease.partial.num_tokens if lease.partial else 0)
@@ -23,7 +23,7 @@ def put(cache, token_ids, first_block, namespace=None, *, tail=False):
     cache.insert(lease, rest, blocks)
     cache.commit()
     left = rest[num_full * cache.block_size :]
-    cache.release(lease, Tail(left, first_block + num_full) if tail and len(left) else None)
+    cache.release(lease, PartialBlock(left, first_block + num_full) if partial and len(left) else None)
     cache.check([])
     return hit
 
@@ -89,14 +89,14 @@ def test_without_partial_blocks_only_whole_ones_match():
     assert [cache.peek(tokens(0, n)) for n in (63, 64, 62, 31, 15)] == [48, 64, 48, 16, 0]
 
 
-def test_a_key_shorter_than_a_block_publishes_nothing_but_its_tail():
+def test_a_key_shorter_than_a_block_publishes_nothing_but_its_partial_block():
     cache = RadixCache(64)
     lease = cache.acquire(tokens(0, 63))
     assert lease.num_tokens == 0
     assert len(cache.insert(lease, tokens(0, 63), [])) == 0
     cache.commit()
     assert cache.sizes == (0, 0)
-    cache.release(lease, Tail(tokens(0, 63), 7))
+    cache.release(lease, PartialBlock(tokens(0, 63), 7))
     cache.check([])
     assert cache.sizes == (0, 1)
     assert cache.peek(tokens(0, 64)) == 63
@@ -132,7 +132,7 @@ def test_namespaces_keep_apart():
     spaces = [None, Salt("a"), Salt("b"), LoRA("a"), LoRA("a", version=1), (LoRA("a"), Salt("a"))]
     for i, space in enumerate(spaces):
         assert cache.peek(tokens(0, 40), space) == 0
-        assert put(cache, tokens(0, 40), 10 * i, space, tail=True) == 0
+        assert put(cache, tokens(0, 40), 10 * i, space, partial=True) == 0
     for space in spaces:
         assert cache.peek(tokens(0, 40), space) == 40
         assert cache.peek(tokens(0, 41), space) == 40
@@ -141,7 +141,7 @@ def test_namespaces_keep_apart():
 def test_equal_placeholders_of_different_media_do_not_meet():
     cache = RadixCache(4)
     text = [1, 2, 3, 4, 5, 6] + [0] * 5 + [9, 9, 9]
-    put(cache, text, 0, Media("X", 6, 5), tail=True)
+    put(cache, text, 0, Media("X", 6, 5), partial=True)
     assert cache.peek(text, Media("X", 6, 5)) == len(text)
     assert cache.peek(text, Media("Y", 6, 5)) == 6
     assert cache.peek(text) == 6
@@ -150,10 +150,10 @@ def test_equal_placeholders_of_different_media_do_not_meet():
 def test_a_private_part_after_a_shared_system_prompt():
     cache = RadixCache(4)
     text = tokens(0, 20)
-    put(cache, text, 0, Salt("a", start=10), tail=True)
+    put(cache, text, 0, Salt("a", start=10), partial=True)
     assert cache.peek(text, Salt("b", start=10)) == 10
     assert cache.peek(text) == 10
-    assert put(cache, text, 50, Salt("b", start=10), tail=True) == 10
+    assert put(cache, text, 50, Salt("b", start=10), partial=True) == 10
     assert cache.peek(text, Salt("b", start=10)) == 20
 
 
@@ -174,7 +174,7 @@ def test_identical_prompts_in_one_step_are_computed_once():
     cache.insert(first, tokens(0, 64), [0, 1, 2, 3])
     second = cache.acquire(tokens(0, 64))
     assert second.num_tokens == 64 and second.block_ids.tolist() == [0, 1, 2, 3]
-    # nobody may copy rows that this step has yet to compute
+    # rows that this step has yet to compute can't be copied
     third = cache.acquire(tokens(0, 30))
     assert third.num_tokens == 16 and third.partial is None
     cache.commit()
@@ -213,31 +213,31 @@ def test_withdraw_cuts_back_everyone():
     assert cache.sizes == (0, 2)
 
 
-def test_a_fuller_block_takes_the_place_of_a_tail():
+def test_a_fuller_block_takes_the_place_of_a_partial_one():
     cache = RadixCache(4)
-    put(cache, [1, 2, 3, 4, 5, 6], 0, tail=True)  # tail [5, 6] in block 1
+    put(cache, [1, 2, 3, 4, 5, 6], 0, partial=True)  # a partial block [5, 6] in block 1
     assert cache.peek([1, 2, 3, 4, 5, 6, 7]) == 6
-    put(cache, [1, 2, 3, 4, 5, 6, 7], 10, tail=True)  # tail [5, 6, 7] in block 10
-    assert cache.num_superseded_blocks == 1 and cache.evict(1).tolist() == [1]
+    put(cache, [1, 2, 3, 4, 5, 6, 7], 10, partial=True)  # a partial block [5, 6, 7] in block 10
+    assert cache.num_dead_blocks == 1 and cache.evict(1).tolist() == [1]
     put(cache, [1, 2, 3, 4, 5, 6, 7, 8], 20)  # the whole block
     assert cache.evict(1).tolist() == [10]
     assert cache.peek([1, 2, 3, 4, 5, 6, 7, 8]) == 8
-    put(cache, [1, 2, 3, 4, 5, 6], 30, tail=True)  # of no use: the whole block is there
-    assert cache.num_superseded_blocks == 1 and cache.evict(1).tolist() == [30]
+    put(cache, [1, 2, 3, 4, 5, 6], 30, partial=True)  # of no use: the whole block is there
+    assert cache.num_dead_blocks == 1 and cache.evict(1).tolist() == [30]
     assert cache.sizes == (0, 2)
 
 
-def test_tails_that_differ_live_side_by_side():
+def test_partial_blocks_that_differ_live_side_by_side():
     cache = RadixCache(8)
     for i in range(20):
-        put(cache, [1, 2, 3, i], i, tail=True)
+        put(cache, [1, 2, 3, i], i, partial=True)
     assert all(cache.peek([1, 2, 3, i, 99]) == 4 for i in range(20))
     assert cache.peek([1, 2, 3, 50, 51]) == 3
 
 
-def test_a_pinned_tail_that_is_replaced_counts_as_pinned_until_it_is_let_go():
+def test_a_pinned_partial_block_that_is_replaced_counts_as_pinned_until_it_is_unpinned():
     cache = RadixCache(4)
-    put(cache, [1, 2, 3, 4, 5, 6], 0, tail=True)
+    put(cache, [1, 2, 3, 4, 5, 6], 0, partial=True)
     reader = cache.acquire([1, 2, 3, 4, 5, 6, 9])
     assert reader.partial is not None and reader.partial.block_id == 1
     put_lease = cache.acquire([1, 2, 3, 4])
@@ -245,14 +245,14 @@ def test_a_pinned_tail_that_is_replaced_counts_as_pinned_until_it_is_let_go():
     cache.commit()
     cache.release(put_lease)
     cache.check([reader])
-    assert cache.sizes == (2, 1) and cache.num_superseded_blocks == 0
+    assert cache.sizes == (2, 1) and cache.num_dead_blocks == 0
     cache.unpin_partial(reader)
-    assert cache.num_superseded_blocks == 1 and cache.evict(1).tolist() == [1]
+    assert cache.num_dead_blocks == 1 and cache.evict(1).tolist() == [1]
     cache.release(reader)
     cache.check([])
 
 
-def test_a_conversation_stays_one_node_though_each_turn_copies_its_last_tail():
+def test_a_conversation_stays_one_node_though_each_turn_copies_its_last_block():
     cache = RadixCache(16)
     for turn in range(1, 31):
         text = tokens(0, turn * 50)
@@ -260,8 +260,8 @@ def test_a_conversation_stays_one_node_though_each_turn_copies_its_last_tail():
         cache.insert(lease, text[lease.num_tokens :], np.arange(len(text) // 16, dtype=np.int32) + 1000 * turn)
         cache.commit()
         rest = text[len(text) // 16 * 16 :]
-        cache.release(lease, Tail(rest, 10**6 + turn) if rest else None)
-        cache.evict(cache.num_superseded_blocks)
+        cache.release(lease, PartialBlock(rest, 10**6 + turn) if rest else None)
+        cache.evict(cache.num_dead_blocks)
         cache.check([])
     nodes = [cache.tree.root]
     for node in nodes:
@@ -269,20 +269,20 @@ def test_a_conversation_stays_one_node_though_each_turn_copies_its_last_tail():
     assert len(nodes) <= 4
 
 
-def test_tails_are_refused_where_they_make_no_sense():
+def test_partial_blocks_are_refused_where_they_make_no_sense():
     whole = RadixCache(16, partial_blocks=False)
     cache = RadixCache(16)
     lease = whole.acquire([])
-    with pytest.raises(ValueError, match="tail"):
-        whole.release(lease, Tail([1], 0))
+    with pytest.raises(ValueError, match="partial_block"):
+        whole.release(lease, PartialBlock([1], 0))
     whole.check([lease])
     lease = cache.acquire([])
     for bad in ([], tokens(0, 16)):
-        with pytest.raises(ValueError, match="tail"):
-            cache.release(lease, Tail(bad, 0))
+        with pytest.raises(ValueError, match="partial_block"):
+            cache.release(lease, PartialBlock(bad, 0))
     cache.insert(lease, tokens(0, 16), [0])
     with pytest.raises(ValueError, match="step not committed"):
-        cache.release(lease, Tail([1], 0))
+        cache.release(lease, PartialBlock([1], 0))
     cache.check([lease])
 
 
@@ -391,11 +391,11 @@ def test_random_runs_serve_to_the_token_what_was_put_in(policy, block_size):
             text = text[: rng.randint(0, len(text))] + [rng.randrange(3) for _ in range(rng.randint(0, 40))]
             expected = max(common(text, other) for other in texts)
             assert cache.peek(text) <= expected
-            hit = put(cache, text, next_block, tail=True)
+            hit = put(cache, text, next_block, partial=True)
             assert hit <= expected if bounded else hit == expected
             next_block += 100
             texts.append(text)
-            cache.evict(cache.num_superseded_blocks)
+            cache.evict(cache.num_dead_blocks)
             if bounded:
                 wanted = rng.randint(0, 6)
                 assert len(cache.evict(wanted)) <= wanted
@@ -452,13 +452,13 @@ def test_blocks_evicted_before_their_commit_are_forgotten():
     cache.check([])
     assert cache.withdraw().tolist() == [2]
     cache.check([])
-    assert not cache.tree.fresh and cache.sizes == (0, 1)
+    assert not cache.tree.uncommitted and cache.sizes == (0, 1)
 
 
 def test_packed_tokens_cannot_reach_into_a_namespace():
     cache = RadixCache(4)
     text = tokens(5, 45)
-    put(cache, text, 0, Salt("secret"), tail=True)
+    put(cache, text, 0, Salt("secret"), partial=True)
     forged = np.array([-1, *text[1:]], np.int32).tobytes()
     assert cache.peek(forged) == 0
     lease = cache.acquire(forged)
@@ -485,14 +485,14 @@ def test_a_burst_of_one_step_keeps_its_partial_matches():
 
 def test_tokens_are_counted_not_rows():
     cache = RadixCache(16)
-    put(cache, tokens(0, 20), 0, tail=True)
+    put(cache, tokens(0, 20), 0, partial=True)
     assert cache.num_cached_tokens == 20 and cache.sizes == (0, 2)
 
 
-def test_a_tail_of_packed_negative_ids_is_refused():
+def test_a_partial_block_of_packed_negative_ids_is_refused():
     cache = RadixCache(3)
     lease = cache.acquire([0])
-    with pytest.raises(ValueError, match=r"tail.token_ids: expected ids >= 0, got -1"):
-        cache.release(lease, Tail(b"\xff\xff\xff\xff", 0))
+    with pytest.raises(ValueError, match=r"partial_block.token_ids: expected ids >= 0, got -1"):
+        cache.release(lease, PartialBlock(b"\xff\xff\xff\xff", 0))
     cache.release(lease)
     cache.check()

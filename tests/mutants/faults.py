@@ -38,8 +38,8 @@ FAULTS = [
     # ---- matching
     Fault("a match is not pinned", "RadixCache.acquire", "tree.pin(node)", ""),
     Fault("the source of a copy is not pinned", "RadixCache.acquire", "tree.pin(source)", ""),
-    Fault("a pinned leaf stays in the order of eviction", "RadixTree.pin", "self.leave_leaves(node)", ""),
-    Fault("a release does not unpin", "RadixCache._end", "self.tree.unpin(node, stamp=stamp)", ""),
+    Fault("a pinned leaf stays in the order of eviction", "RadixTree.pin", "self.dequeue(node)", ""),
+    Fault("a release does not unpin", "RadixCache._end", "self.tree.unpin(node, last_use=last_use)", ""),
     Fault(
         "off by one: the last token is matched too",
         "KVManager.begin",
@@ -47,7 +47,12 @@ FAULTS = [
         "packed",
         ("tests/blocks/test_kv_manager.py::test_at_least_one_token_is_computed",),
     ),
-    Fault("what this very step computes is copied from", "Node.is_computed", "self.fresh < self.num_blocks", "True"),
+    Fault(
+        "what this very step computes is copied from",
+        "Node.is_computed",
+        "self.num_uncommitted < self.num_blocks",
+        "True",
+    ),
     Fault(
         "an advance keeps the partial match behind it",
         "KVManager.advance",
@@ -64,9 +69,9 @@ FAULTS = [
         "max(sequence.num_tokens - first, 0)",
     ),
     Fault(
-        "a fuller block does not replace a tail",
+        "a fuller block does not replace a partial block",
         "RadixTree._append",
-        "if node.children:\n    self._supersede(node.tail_before(span))",
+        "if node.children:\n    self._replace_partial_block(node.partial_block_before(span))",
         "",
     ),
     # ---- namespaces
@@ -151,7 +156,7 @@ FAULTS = [
         "not concerned.isdisjoint(kinds(lease.namespace)) and False",
     ),
     Fault("a fork of a stale sequence publishes", "KVManager.fork", "lease.is_stale = is_stale", "", ISOLATION),
-    Fault("what was forgotten becomes evictable, and found", "RadixTree.enter_leaves", "node.is_forgotten", "False"),
+    Fault("what was removed becomes evictable", "RadixTree.unpin", "node.is_removed", "False"),
     Fault(
         "a tenant's blocks survive his reset (flat)",
         "FlatHashCache.insert",
@@ -295,18 +300,83 @@ FAULTS = [
     # ---- tenants
     Fault(
         "a cap gives up blocks of a step under way",
-        "CappedTree._give_up",
-        "if node.fresh:\n    fresh.append(heappop(heap))\n    continue",
+        "TreeTenants._give_up",
+        "node.num_uncommitted or (node.entry < 0 and not with_deferred)",
+        "node.entry < 0 and not with_deferred",
+        ("tests/cache/test_caps.py",),
+    ),
+    Fault(
+        "a watch outlives what was removed",
+        "RadixTree.remove_below",
+        "for observer in self.observers: observer.removed(node)",
+        "",
+        ("tests/cache/test_watch.py",),
+    ),
+    Fault(
+        "an owner outlives the salt that is cut off",
+        "TreeTenants.trimmed",
+        "node.owner = None",
         "",
         ("tests/cache/test_caps.py",),
     ),
     Fault(
-        "a watch outlives what was forgotten",
-        "RadixTree.forget",
-        "self.watches.cut(node, node.parent)",
+        "an owner outlives a span that grows",
+        "TreeTenants.grew",
+        "node.owner = None",
         "",
-        ("tests/cache/test_watch.py",),
+        ("tests/cache/test_caps.py",),
     ),
+    Fault(
+        "the owner of a lower half is that of the whole",
+        "TreeTenants.split",
+        "lower.owner = None",
+        "",
+        ("tests/cache/test_caps.py",),
+    ),
+    Fault(
+        "a parent that becomes a leaf is no tenant's",
+        "TreeTenants.removed",
+        "self._add_leaf(tenant, parent)",
+        "",
+        ("tests/cache/test_caps.py",),
+    ),
+    Fault(
+        "blocks that a tenant pins are counted",
+        "TreeTenants.pinned",
+        "self._change(tenant, -self._num_own(node))",
+        "",
+        ("tests/cache/test_caps.py",),
+    ),
+    Fault(
+        "what is deferred counts for a tenant as any other leaf",
+        "TreeTenants._give_up",
+        "node.entry < 0 and not with_deferred",
+        "False",
+        ("tests/cache/test_caps.py",),
+    ),
+    # ---- policies
+    Fault(
+        "partial blocks look as old as whole ones",
+        "RadixTree.queue",
+        "1 - len(leaf.span) / self.width",
+        "0",
+        ("tests/cache/test_policies.py",),
+    ),
+    Fault(
+        "a policy that ranks is not asked",
+        "RadixTree.queue",
+        "self.policy.rank(leaf) if self._is_ranked else leaf.last_use",
+        "leaf.last_use",
+        ("tests/cache/test_policies.py", "-k", "paper"),
+    ),
+    Fault(
+        "the hand of sieve turns back",
+        "Sieve.rank",
+        "max(node.policy_state, self._next_pass(node.born + node.older))",
+        "node.policy_state",
+        ("tests/cache/test_policies.py", "tests/cache/test_radix.py"),
+    ),
+    Fault("s3fifo has no ghosts", "S3Fifo.evicted", "self._ghosts[key] = None", "", ("tests/cache/test_policies.py",)),
     # ---- readers of traces
     Fault(
         "a system prompt beside the messages is not read",

@@ -193,8 +193,8 @@ def test_longest_prefix_follows_the_cache_without_matching_again(monkeypatch):
     publish(cache, [1, 2, 3])
     assert best() is first
     walks = []
-    walk = cache.tree.watches._walk
-    monkeypatch.setattr(cache.tree.watches, "_walk", lambda *given: walks.append(given) or walk(*given))
+    walk = cache._watches._match
+    monkeypatch.setattr(cache._watches, "_match", lambda *given: walks.append(given) or walk(*given))
     monkeypatch.setattr(cache, "peek", None)
     for _ in range(10):
         assert best() is first

@@ -1,15 +1,15 @@
-"""The watches of a flat hash: how far the hashes of a request are held, kept up to date. Called by `flat_hash`.
+"""The watches of a flat hash: how far the hashes of a request are held, kept up to date.
 
-Every watch is listed under each hash that it matches and under the first that it misses, so that a block that comes or
-goes finds whom it concerns. A match counts by hash alone: with `verify=True` a lookup may end before it.
+Every watch is listed under each hash that it matches and under the first that it misses, so that a block that is
+added or removed finds the watches that it concerns. A match counts by hash alone: with `verify=True` a lookup may end
+before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from radixkv.cache.contract import CacheCorruption
-from radixkv.cache.radix.watches import Rank, Watch
+from radixkv.cache.contract import CacheCorruption, Rank, Watch
 
 
 class _Chain:
@@ -53,13 +53,13 @@ class HashWatches:
         self._match(watch)
 
     def remove(self, watch: Watch) -> list[bytes]:
-        """Ends a watch; returns the hashes that are wanted no longer, the first block's first. O(blocks matched)."""
+        """Ends a watch; returns the hashes that are deferred no longer, the first block's first. O(blocks matched)."""
         chain: _Chain = watch.cursor
         self._forget_missing(watch)
-        let_go = self._cut(watch, 0)
+        undeferred = self._cut(watch, 0)
         chain.num_held = 0
         watch.cursor = watch.changed = None
-        return let_go
+        return undeferred
 
     def end_all(self) -> None:
         """Ends every watch."""
@@ -68,20 +68,20 @@ class HashWatches:
                 watch.cursor = watch.changed = None
 
     def added(self, hashes: list[bytes]) -> None:
-        """Blocks with these hashes came in. O(n), and the matches of the watches that missed them."""
+        """Blocks with these hashes were added. O(n), and the matches of the watches that missed them."""
         for block_hash in hashes:
             for watch in self._missing.pop(block_hash, ()):
                 self._match(watch)
 
     def removed(self, block_hash: bytes) -> list[bytes]:
-        """The last block of a hash is gone. Returns the hashes that are wanted no longer."""
-        let_go: list[bytes] = []
+        """The last block of a hash is gone. Returns the hashes that are deferred no longer."""
+        undeferred: list[bytes] = []
         for watch, index in list(self._matching.get(block_hash, {}).items()):
             self._forget_missing(watch)
-            let_go += self._cut(watch, index)
+            undeferred += self._cut(watch, index)
             self._missing.setdefault(block_hash, {})[watch] = None
             watch.move(index * self._block_size)
-        return let_go
+        return undeferred
 
     def rank(self, block_hash: bytes) -> Rank | None:
         """Returns the highest rank of the watches that match a hash; None where none has one. O(such watches)."""
@@ -101,18 +101,18 @@ class HashWatches:
 
     def _cut(self, watch: Watch, num_held: int) -> list[bytes]:
         chain: _Chain = watch.cursor
-        let_go = []
+        undeferred = []
         for block_hash in chain.hashes[num_held : chain.num_held]:
             others = self._matching.get(block_hash, {})
             if others.get(watch, -1) < num_held:
-                continue  # let go already, or matched by an earlier block too
+                continue  # done already, or matched by an earlier block too
             del others[watch]
             if not others:
                 del self._matching[block_hash]
             if watch.rank is not None:
-                let_go.append(block_hash)
+                undeferred.append(block_hash)
         chain.num_held = num_held
-        return let_go
+        return undeferred
 
     def _forget_missing(self, watch: Watch) -> None:
         missing = watch.cursor.next()

@@ -1,4 +1,4 @@
-"""The keys of a node's children in sorted order, for partial matches and tails."""
+"""The keys of a node's children in sorted order, for partial matches and partial blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _FEW = 64
 class ChildOrder:
     """Sorted keys; one that is removed stays where it is until it is met or there are too many of its kind.
 
-    Children come and go far more often than a partial match looks between them, and taking a key out of a long sorted
-    list is most of what evicting a leaf would cost.
+    Children are added and removed far more often than a partial match looks between them, and taking a key out of a
+    long sorted list is most of what evicting a leaf would cost.
 
     Cost: `add` O(log keys); `remove` O(1), amortised; `place`, `up` and `down` O(log keys), amortised.
     """

@@ -1,6 +1,6 @@
-"""What an eviction policy declares: in which order the leaves of the radix tree are evicted. Used by the tree.
+"""What an eviction policy declares: in which order the leaves of the radix tree are evicted.
 
-The tree always evicts leaf first and tail first; a policy says which leaf. A policy is a subclass of `Policy` and
+The tree evicts leaves only, the last block of a leaf first; a policy says which leaf. It is a subclass of `Policy` and
 declares three things:
 
 - **rank**: the leaf of the lowest rank is evicted first, leaves of equal rank in the order in which they were queued.
@@ -9,7 +9,8 @@ declares three things:
 - **grows_in_place**: whether one leaf may hold blocks of several ages.
 
 What a subclass leaves as it is, it inherits from lru, and a subclass that overrides nothing is lru. The tree does not
-call the methods that a policy does not override. The policies themselves are in `radixkv.cache.radix.policies`, one a file.
+call the methods that a policy does not override. The policies themselves are in `radixkv.cache.radix.policies`, one a
+file.
 
 All times are ticks of the tree's logical clock, one for each release.
 
@@ -30,18 +31,22 @@ class Evictable(Protocol):
 
     Attributes:
         born: tick at which it was inserted.
-        stamp: tick of the last release of a request that used it.
-        older: ticks by which `born` and `stamp` are earlier than they were. 0, but for partly filled blocks.
+        last_use: tick of the last release of a request that used it.
+        older: ticks by which `born` and `last_use` are earlier than they were. 0, but for partly filled blocks.
         start: number of tokens before its first.
-        heat: the policy's own, 0.0 in a new node. A split copies it to both halves, and halves of equal heat may be
-            merged: an immutable value.
+        policy_state: the policy's own, 0.0 in a new node. A split copies it to both halves, and halves in equal states
+            may be merged: an immutable value.
     """
 
-    born: float
-    stamp: float
     older: float
     start: int
-    heat: Any
+    policy_state: Any
+
+    @property
+    def born(self) -> float: ...
+
+    @property
+    def last_use(self) -> float: ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -61,13 +66,13 @@ class Policy:
     Attributes:
         name: what the policy is called in options and reports.
         partial_ageing: A partly filled block takes a whole block for a few tokens; in a tight pool such blocks would
-            push out blocks that are worth more. So `rank` is shown one whose `born` and `stamp` are earlier by
+            push out blocks that are worth more. So `rank` is shown one whose `born` and `last_use` are earlier by
             `partial_ageing` * (the empty share of the block) * (the age at which leaves are evicted at present).
             0: it looks as old as it is.
         grows_in_place: True: the blocks that a request appends to a leaf that it alone uses become part of the leaf, so
-            that a long conversation stays a few nodes; the leaf keeps the `born` and `heat` of its first blocks. For
-            ranks made of `stamp`, which all blocks of a path get together, that changes nothing. False: blocks of
-            another `born` are a node of their own. For ranks made of `born` or `heat`.
+            that a long conversation stays a few nodes; the leaf keeps `born` and `policy_state` of its first blocks.
+            For ranks made of `last_use`, which all blocks of a path get together, that changes nothing. False: blocks
+            of another `born` are a node of their own. For ranks made of `born` or `policy_state`.
     """
 
     name = "lru"
@@ -86,7 +91,7 @@ class Policy:
 
     def rank(self, node: Evictable) -> Any:
         """Returns the key by which leaves are ordered. Ranks of one policy must compare with each other."""
-        return node.stamp
+        return node.last_use
 
     def evicted(self, node: Evictable, rank: Any, num_left: int) -> None:
         """Called before blocks of a leaf are evicted.
@@ -97,18 +102,18 @@ class Policy:
         """
 
 
-class PartialBlock:
+class AgedPartialBlock:
     """A partly filled block as its policy is to see it: `older` ticks older than it is."""
 
-    __slots__ = ("_node", "born", "heat", "older", "stamp", "start")
+    __slots__ = ("_node", "born", "last_use", "older", "policy_state", "start")
 
     def __init__(self, node: Evictable, older: float) -> None:
         self._node = node
         self.older = older
         self.born = node.born - older
-        self.stamp = node.stamp - older
+        self.last_use = node.last_use - older
         self.start = node.start
-        self.heat = node.heat
+        self.policy_state = node.policy_state
 
     @property
     def num_tokens(self) -> int:

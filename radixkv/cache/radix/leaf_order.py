@@ -12,13 +12,13 @@ from radixkv.cache.radix.node import Node
 class LeafOrder:
     """Leaves by rank, equal ranks by when they entered.
 
-    What enters last mostly ranks last: under lru always, but for what was evicted down to and what was cancelled. So it
-    goes to the end of a queue, and what ranks before its end to a heap beside it. A leaf that leaves stays where it is,
-    marked on the node, and is passed over: entering and leaving cost a fifth of what they do in a sorted list, and
-    taking the first nothing that grows with the leaves.
+    What is queued last mostly ranks last: under lru always, but for parents of evicted leaves and for cancelled leases.
+    So it goes to the end of a queue, and what ranks before its end to a heap beside it. The entry of a leaf that is
+    removed stays where it is, no longer valid, and is skipped: adding and removing cost a fifth of what they do in a
+    sorted list, and taking the first costs nothing that grows with the leaves.
 
-    Cost: `add` and `remove` O(1) for the queue, O(log of the heap) else; `first` amortised the same. Passed entries are
-    swept out when they outnumber the leaves.
+    Cost: `add` and `remove` O(1) for the queue, O(log of the heap) else; `first` amortised the same. Entries
+    that are not valid are swept out when they outnumber the leaves.
     """
 
     __slots__ = ("_heap", "_last_entry", "_num_leaves", "_queue")
@@ -66,7 +66,7 @@ class LeafOrder:
         return [node for _, entry, node in sorted((*self._queue, *self._heap)) if node.entry == entry]
 
     def sweep(self) -> None:
-        """Lets go of the leaves that have left. O(entries)."""
+        """Drops the entries of leaves that were removed. O(entries)."""
         self._queue = deque(item for item in self._queue if item[2].entry == item[1])
         self._heap = [item for item in self._heap if item[2].entry == item[1]]
         heapify(self._heap)

@@ -11,9 +11,13 @@ from radixkv.cache.tokens import TOKEN_BYTES, num_common_tokens
 
 BLOCK_ID_BYTES = 4
 
+# A span is at most so long. A leaf that one lease alone pins is extended in place up to it, then gets a child: copying
+# an ever longer span for every chunk would make publishing a long prompt quadratic, as would taking blocks off its end.
+MAX_SPAN_BYTES = 8192 * TOKEN_BYTES
+
 
 class Node:
-    """A span of whole blocks, or a *tail*: fewer tokens than a block, in one block, never with children.
+    """A span of whole blocks, or a *partial block*: fewer tokens than a block, in one block, never with children.
 
     Spans and block ids are packed int32 `bytes`: comparing is a memcmp, slicing is a copy (no view keeps a larger array
     alive), and a block costs four bytes.
@@ -24,48 +28,52 @@ class Node:
         "born",
         "children",
         "entry",
-        "fresh",
-        "heat",
-        "is_forgotten",
-        "is_marked",
+        "has_namespace",
+        "is_removed",
+        "last_use",
+        "num_uncommitted",
         "order",
+        "owner",
         "parent",
         "pins",
+        "policy_state",
         "span",
-        "stamp",
         "start",
     )
 
-    older = 0.0  # a policy sees a partly filled block through a `PartialBlock`, which may look older
+    older = 0.0  # a policy sees a partial block through an `AgedPartialBlock`, which may look older
 
     def __init__(self, span: bytes, blocks: bytes, parent: Node | None, start: int, born: int) -> None:
         self.span = span
         self.blocks = blocks
         self.parent = parent
         self.start = start  # tokens before the span
-        self.children: dict[bytes, Node] = {}  # by the first block of the child's span (a tail: by its whole span)
+        self.children: dict[bytes, Node] = {}  # by the first block of the child's span (a partial block: by all)
         self.order: ChildOrder | None = None  # the keys of children, sorted; made when first needed
         self.pins = 0  # leases that end here + partial matches copied from here + pinned children
-        self.is_marked = False  # whether the span holds an interned id, so that plain tokens may not enter it
-        self.is_forgotten = False  # by a reset: found no more, and gone when the last pin is
-        self.fresh = 0  # blocks at the end of the span that were inserted since the last commit
-        self.born = born
-        self.stamp = born
-        self.heat: Any = 0.0  # the policy's own
+        self.has_namespace = False  # whether the span holds an interned id, so that plain tokens may not enter it
+        self.is_removed = False  # no match finds it; while it is pinned it holds its blocks
+        self.num_uncommitted = 0  # blocks at the end of the span that were inserted since the last commit
+        self.born = born  # tick of the tree's clock
+        self.last_use = born  # tick of the last release of a lease that used it
+        self.policy_state: Any = 0.0  # the policy's own
         self.entry = 0  # of the order of leaves; 0: it is in none
+        self.owner: tuple[str | None, int] | None = None  # the tenants' own
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens in the span."""
         return len(self.span) // TOKEN_BYTES
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks that hold the span."""
         return len(self.blocks) // BLOCK_ID_BYTES
 
     @property
     def is_computed(self) -> bool:
         """Whether its first block is of a finished step, so that rows can be copied from it."""
-        return self.fresh < self.num_blocks
+        return self.num_uncommitted < self.num_blocks
 
     def first_prefix(self) -> bytes:
         """Returns the packed tokens from the root to the end of the first block; empty at the root. O(tokens)."""
@@ -83,17 +91,19 @@ class Node:
             is_plain: the key is a caller's own tokens: none of them is an interned id, whatever number it is.
         """
         common = num_common_tokens(self.span, key, 0, at)
-        if is_plain and self.is_marked:
+        if is_plain and self.has_namespace:
             marks = np.flatnonzero(np.frombuffer(self.span, np.int32, common) < 0)
             return int(marks[0]) if len(marks) else common
         return common
 
     def add_child(self, key: bytes, child: Node) -> None:
+        """Adds a child that is found by `key`."""
         self.children[key] = child
         if self.order is not None:
             self.order.add(key)
 
     def remove_child(self, key: bytes) -> None:
+        """Removes the child that is found by `key`."""
         del self.children[key]
         if self.order is not None:
             if self.children:
@@ -140,15 +150,15 @@ class Node:
                 key, at = step(at)
         return best, most
 
-    def tail_before(self, span: bytes) -> Node | None:
-        """Returns the child that is a tail and a proper prefix of this span, if there is one. Cost: O(log children).
+    def partial_block_before(self, span: bytes) -> Node | None:
+        """Returns the partial block among the children that is a proper prefix of this span, or None. O(log children).
 
-        At most one is: a tail that is a prefix of another was replaced by it. And nothing stands between the two in
-        sorted order: it would have replaced the tail as well.
+        At most one is: a partial block that is a prefix of another was replaced by it. And nothing stands between the
+        two in sorted order: it would have replaced the partial block as well.
         """
         if len(self.children) == 1:
             (key,) = self.children
-        elif self.order is None:  # it is kept from the first tail on
+        elif self.order is None:  # it is kept from the first partial block on
             return None
         else:
             key, _ = self.order.down(self.order.place(span))

@@ -5,33 +5,32 @@ Everything here is in packed bytes: a *key* is the packed tokens of a request, `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from radixkv.cache.radix.eviction import PartialBlock, Policy, overrides
+from radixkv.cache.contract import Rank
+from radixkv.cache.radix.eviction import AgedPartialBlock, Policy, overrides
 from radixkv.cache.radix.leaf_order import LeafOrder
-from radixkv.cache.radix.node import BLOCK_ID_BYTES, Node
-from radixkv.cache.radix.watches import TreeWatches
-from radixkv.cache.tokens import TOKEN_BYTES, has_negative
-
-# A node's span is at most so long. A leaf that one lease alone holds is extended in place up to it, then gets a child:
-# copying an ever longer span for every chunk would make publishing a long prompt quadratic, as would taking blocks off
-# the end of one.
-MAX_SPAN_BYTES = 8192 * TOKEN_BYTES
+from radixkv.cache.radix.node import BLOCK_ID_BYTES, MAX_SPAN_BYTES, Node
+from radixkv.cache.radix.observer import TreeObserver
+from radixkv.cache.tokens import TOKEN_BYTES, has_negative, unpack
 
 
 class RadixTree:
     """Spans of tokens in a tree, each node pinned or not, the unpinned leaves in the order of a policy.
 
     Attributes:
-        clock: ticks at every release; all stamps are its values.
-        num_blocks: blocks held in all; num_pinned of them are pinned.
+        clock: ticks at every release; `Node.last_use` and `Node.born` are its values.
+        num_blocks: number of blocks held in all, of which num_pinned are pinned.
         leaves: the unpinned nodes without children, in the order of eviction.
-        last: those of them that watches with a rank match whole; evicted after all others.
-        watches: matches that follow what changes here.
-        superseded: unpinned blocks of tails that a fuller block has replaced.
-        fresh: nodes that hold blocks inserted since the last commit, as the keys of a dict.
+        last: the leaves that are evicted after all others.
+        deferral: None, or a function from a leaf to what of it is to be evicted last: the number of bytes at the front
+            of its span, and their rank (the lowest is evicted first); None: nothing of it.
+        dead_blocks: unpinned blocks of nodes that were removed: no match finds them, and they are evicted first.
+        uncommitted: nodes that hold blocks inserted since the last commit, as the keys of a dict.
+        observers: told of each change of the structure.
     """
 
     def __init__(self, block_size: int, policy: Policy) -> None:
@@ -48,26 +47,41 @@ class RadixTree:
         self.root.pins = 1  # never a leaf, and the end of every walk up
         self.leaves = policy.begin()
         self.last = LeafOrder(first_entry=-(2**62))  # entries below zero: a node tells which order it is in
-        self.watches = TreeWatches(self)
-        self._watched = self.watches.endings
-        self.superseded: list[int] = []
+        self.deferral: Callable[[Node], tuple[int, Rank] | None] | None = None
+        self.observers: tuple[TreeObserver, ...] = ()
+        self.dead_blocks: list[int] = []
         self.clock = 0
-        self._evicted_stamp = 0
+        self._evicted_last_use = 0
         self.num_pinned = 0
         self.num_blocks = 0
-        self.fresh: dict[Node, None] = {}
+        self.uncommitted: dict[Node, None] = {}
 
-    def walk(self, node: Node, key: bytes, is_plain: bool) -> tuple[Node, int, list[bytes]]:
-        """Goes down as far as whole blocks of the key agree, splitting where they end inside a span.
+    def attach(self, observer: TreeObserver) -> None:
+        """Tells an observer of every change from now on."""
+        self.observers = (*self.observers, observer)
+
+    def detach(self, observer: TreeObserver) -> None:
+        """Tells an observer nothing more."""
+        self.observers = tuple(other for other in self.observers if other is not observer)
+
+    # ---- matching
+
+    def match(self, node: Node, key: bytes, at: int, is_plain: bool) -> tuple[Node, int, list[bytes], Node | None, int]:
+        """Goes down from the end of a node as far as whole spans agree with a key. Changes nothing.
 
         Args:
+            key: from position 0 of the request, or of the node that the match goes on from.
+            at: byte of the key at the node's end.
             is_plain: the key is a caller's own tokens, and must not meet an interned id, whatever numbers it holds.
 
-        Returns the node reached, the bytes of the key matched, and the packed blocks of each node passed.
+        Returns:
+            The last node of which all agrees, the byte of the key at its end, the packed blocks of each node passed;
+            and the child of which only a part agrees, with the number of its tokens that do, or None and 0.
+
+        Cost: a memcmp of the match, and O(nodes passed).
         """
         width = self.width
         end = len(key) // width * width
-        at = 0
         found = []
         while at < end:
             child = node.children.get(key[at : at + width])
@@ -75,16 +89,26 @@ class RadixTree:
                 break
             span = child.span
             # A memcmp, without a copy. What holds an interned id is never all of a caller's own tokens.
-            if at + len(span) <= end and key.startswith(span, at) and not (is_plain and child.is_marked):
+            if at + len(span) <= end and key.startswith(span, at) and not (is_plain and child.has_namespace):
                 at += len(span)
-            else:
-                common = child.num_common_tokens(key, at, is_plain) // self.block_size * width
-                if not common:
-                    break
-                child = self.split(child, common)
-                at += common
-            found.append(child.blocks)
-            node = child
+                found.append(child.blocks)
+                node = child
+                continue
+            return node, at, found, child, child.num_common_tokens(key, at, is_plain)
+        return node, at, found, None, 0
+
+    def walk(self, node: Node, key: bytes, is_plain: bool) -> tuple[Node, int, list[bytes]]:
+        """Goes down as far as whole blocks of the key agree, splitting where they end inside a span.
+
+        Returns the node reached, the bytes of the key matched, and the packed blocks of each node passed.
+        """
+        node, at, found, child, num_common = self.match(node, key, 0, is_plain)
+        if num_common >= self.block_size:
+            assert child is not None
+            whole = num_common // self.block_size * self.width
+            node = self.split(child, whole)
+            at += whole
+            found.append(node.blocks)
         return node, at, found
 
     def split(self, node: Node, at: int) -> Node:
@@ -93,129 +117,146 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         upper = Node(node.span[:at], node.blocks[:cut], parent, node.start, node.born)
-        # Neither half is refreshed: only a release stamps.
-        upper.stamp, upper.heat = node.stamp, node.heat
+        # Neither half is refreshed: only a release is a use.
+        upper.last_use, upper.policy_state = node.last_use, node.policy_state
         upper.pins = 1 if node.pins else 0
         parent.children[upper.span[: self.width]] = upper  # the key stays, and with it the order
         node.span, node.blocks = node.span[at:], node.blocks[cut:]
         node.parent, node.start = upper, node.start + at // TOKEN_BYTES
         upper.children[node.span[: self.width]] = node
-        if node.is_marked:
-            upper.is_marked, node.is_marked = has_negative(upper.span), has_negative(node.span)
-        if node.fresh > node.num_blocks:
-            upper.fresh = node.fresh - node.num_blocks
-            node.fresh = node.num_blocks
-            self.fresh[upper] = None
-        if self._watched:
-            self.watches.split(upper, node)
+        if node.has_namespace:
+            upper.has_namespace, node.has_namespace = has_negative(upper.span), has_negative(node.span)
+        if node.num_uncommitted > node.num_blocks:
+            upper.num_uncommitted = node.num_uncommitted - node.num_blocks
+            node.num_uncommitted = node.num_blocks
+            self.uncommitted[upper] = None
+        for observer in self.observers:
+            observer.split(upper, node)
         return upper
 
-    def join(self, upper: Node) -> None:
-        """Undoes a split that nobody needs any longer: both halves are of one age and no lease ends between them."""
-        if len(upper.children) != 1 or upper.parent is None or upper.is_forgotten:
+    def merge(self, upper: Node) -> None:
+        """Undoes a split that is of no use any more: both halves are of one age and no lease ends between them."""
+        if len(upper.children) != 1 or upper.parent is None or upper.is_removed:
             return
         (node,) = upper.children.values()
         if (
             len(node.span) < self.width
             or upper.pins != (node.pins > 0)
-            or (upper.stamp, upper.heat, upper.born) != (node.stamp, node.heat, node.born)
-            or (upper.fresh and node.fresh < node.num_blocks)
-            or (node.fresh and upper.fresh not in (0, upper.num_blocks))
+            or (upper.last_use, upper.policy_state, upper.born) != (node.last_use, node.policy_state, node.born)
+            or (upper.num_uncommitted and node.num_uncommitted < node.num_blocks)
+            or (node.num_uncommitted and upper.num_uncommitted not in (0, upper.num_blocks))
             or len(upper.span) + len(node.span) > MAX_SPAN_BYTES
         ):
             return
-        if upper.fresh:
-            del self.fresh[upper]
-            node.fresh += upper.fresh
+        if upper.num_uncommitted:
+            del self.uncommitted[upper]
+            node.num_uncommitted += upper.num_uncommitted
         node.span, node.blocks = upper.span + node.span, upper.blocks + node.blocks
         node.parent, node.start = upper.parent, upper.start
-        node.is_marked |= upper.is_marked
+        node.has_namespace |= upper.has_namespace
         upper.parent.children[node.span[: self.width]] = node  # the key stays, and with it the order
-        if self._watched:
-            self.watches.joined(upper, node)
+        for observer in self.observers:
+            observer.merged(upper, node)
 
     # ---- pins
 
     def pin(self, node: Node) -> None:
         """Pins a node and all above it. O(nodes up to the first that is pinned already)."""
         if node.entry:
-            self.leave_leaves(node)
+            self.dequeue(node)
+        observers = self.observers
         while True:
             node.pins += 1
             if node.pins > 1:
                 return
             self.num_pinned += len(node.blocks) // BLOCK_ID_BYTES
+            if observers:
+                for observer in observers:
+                    observer.pinned(node)
             node = node.parent  # type: ignore[assignment]  # the root is always pinned
 
-    def unpin(self, node: Node, *, stamp: int | None) -> None:
-        """Lets one pin go. With a stamp, marks what nobody holds any longer; with None, leaves recency as it was.
+    def unpin(self, node: Node, *, last_use: int | None) -> None:
+        """Removes one pin. Nodes whose pin count reaches zero get `last_use` as theirs; None leaves recency as it was.
 
-        The first ancestor that is still pinned is stamped too, though it may be stamped again: if its last pin goes
-        without a stamp, it must not look older than what was released below it.
+        The first ancestor that is still pinned gets it too, though it may get a later one: if its last pin is removed
+        with None, it must not look older than what was released below it.
         """
-        if stamp is not None and self._is_touched:
-            self._touch(node, stamp)
+        if last_use is not None and self._is_touched:
+            self._touch(node, last_use)
+        observers = self.observers
         while True:
             node.pins -= 1
             if node.pins:
-                if stamp is not None:
-                    node.stamp = stamp
+                if last_use is not None:
+                    node.last_use = last_use
                 return
             self.num_pinned -= len(node.blocks) // BLOCK_ID_BYTES
             parent = node.parent
-            if parent is None:  # a tail that was replaced while it was pinned
-                self.superseded.extend(np.frombuffer(node.blocks, np.int32).tolist())
+            if parent is None:  # a partial block that was replaced while it was pinned
+                self.dead_blocks += unpack(node.blocks).tolist()
                 return
-            if stamp is not None:
-                node.stamp = stamp
-            elif parent.stamp < node.stamp:
-                parent.stamp = node.stamp
-            if not node.children:
-                self.enter_leaves(node)
+            if last_use is not None:
+                node.last_use = last_use
+            elif parent.last_use < node.last_use:
+                parent.last_use = node.last_use
+            if node.is_removed:
+                self.dead_blocks += unpack(node.blocks).tolist()
+                self._detach(node)
+            else:
+                if not node.children:
+                    self.queue(node)
+                if observers:
+                    for observer in observers:
+                        observer.unpinned(node)
             node = parent
 
-    def _touch(self, node: Node | None, stamp: int) -> None:
-        """A use of a node is a use of all above it, also of those that others hold at the same time."""
+    def _touch(self, node: Node | None, tick: int) -> None:
+        """A use of a node is a use of all above it, also of those that other leases pin at the same time."""
         while node is not None:
-            self.policy.touch(node, stamp)
+            self.policy.touch(node, tick)
             node = node.parent
 
-    def leave_leaves(self, node: Node) -> None:
-        (self.leaves if node.entry > 0 else self.last).remove(node)
+    # ---- the order of leaves
 
-    def enter_leaves(self, node: Node) -> None:
-        if node.is_forgotten:
-            self.superseded += np.frombuffer(node.blocks, np.int32).tolist()
-            self._detach(node)
-            return
-        if self._watched and (wanted := self.watches.wanted(node)) and wanted[0] == len(node.span):
-            self.last.add(node, wanted[1])
+    def dequeue(self, leaf: Node) -> None:
+        """Takes a leaf out of the order of eviction."""
+        (self.leaves if leaf.entry > 0 else self.last).remove(leaf)
+
+    def queue(self, leaf: Node) -> None:
+        """Puts an unpinned node without children into the order of eviction."""
+        if self.deferral and (deferred := self.deferral(leaf)) and deferred[0] == len(leaf.span):
+            self.last.add(leaf, deferred[1])
             return
         rank: Any
-        if len(node.span) >= self.width or not self._partial_ageing:
-            rank = self.policy.rank(node) if self._is_ranked else node.stamp
+        if len(leaf.span) >= self.width or not self._partial_ageing:
+            rank = self.policy.rank(leaf) if self._is_ranked else leaf.last_use
         else:
-            empty = 1 - len(node.span) / self.width
-            older = self._partial_ageing * empty * (self.clock - self._evicted_stamp)
-            rank = self.policy.rank(PartialBlock(node, older)) if self._is_ranked else node.stamp - older
-        self.leaves.add(node, rank)
+            empty = 1 - len(leaf.span) / self.width
+            older = self._partial_ageing * empty * (self.clock - self._evicted_last_use)
+            rank = self.policy.rank(AgedPartialBlock(leaf, older)) if self._is_ranked else leaf.last_use - older
+        self.leaves.add(leaf, rank)
+
+    def requeue(self, node: Node) -> None:
+        """Ranks a node anew, if it is in the order of eviction: what `deferral` says of it has changed."""
+        if node.entry:
+            self.dequeue(node)
+            self.queue(node)
 
     # ---- growing. A pin of the caller's on `node` moves on to the node returned.
 
     def append(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:
-        """Puts whole blocks after a node, where nothing goes on with them; returns the node that ends with them."""
+        """Puts whole blocks after a node, where no child begins with them; returns the node that ends with them."""
         self.num_blocks += len(blocks) // BLOCK_ID_BYTES
         self.num_pinned += len(blocks) // BLOCK_ID_BYTES
-        if self._watched and node in self._watched:
-            after, key, end = node, span[: self.width], node.start * TOKEN_BYTES + len(node.span)
-            last = self._append(node, span, blocks, is_plain)
-            self.watches.grown(after, end, key)
-            return last
-        return self._append(node, span, blocks, is_plain)
+        num_bytes = len(node.span)
+        last = self._append(node, span, blocks, is_plain)
+        for observer in self.observers:
+            observer.grew(node, num_bytes, span[: self.width])
+        return last
 
     def _append(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:
         if node.children:
-            self._supersede(node.tail_before(span))
+            self._replace_partial_block(node.partial_block_before(span))
         is_alone = node.pins == 1 and not node.children and node is not self.root
         if is_alone and (self._grows_in_place or node.born == self.clock):
             room = max(MAX_SPAN_BYTES - len(node.span), 0) // self.width
@@ -225,30 +266,30 @@ class RadixTree:
         step = max(MAX_SPAN_BYTES // self.width, 1)
         while span:
             child = self._add_child(node, span[: step * self.width], blocks[: step * BLOCK_ID_BYTES], is_plain)
-            child.fresh = child.num_blocks
-            self.fresh[child] = None
+            child.num_uncommitted = child.num_blocks
+            self.uncommitted[child] = None
             node, span, blocks = child, span[step * self.width :], blocks[step * BLOCK_ID_BYTES :]
         return node
 
     def _extend(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> None:
         node.span += span
         node.blocks += blocks
-        node.fresh += len(blocks) // BLOCK_ID_BYTES
-        self.fresh[node] = None
+        node.num_uncommitted += len(blocks) // BLOCK_ID_BYTES
+        self.uncommitted[node] = None
         if not is_plain:
-            node.is_marked |= has_negative(span)
+            node.has_namespace |= has_negative(span)
 
-    def hang(self, node: Node, tokens: bytes, block: bytes, is_plain: bool) -> Node:
-        """Puts a partly filled block under a node, unless a fuller one of its tokens is there; then it is superseded.
+    def insert_partial_block(self, node: Node, tokens: bytes, block: bytes, is_plain: bool) -> Node:
+        """Puts a partly filled block under a node, or makes it a dead block if one that begins with it is there.
 
-        Returns the tail, or the node.
+        Returns the partial block's node, or `node`.
         """
         self.num_blocks += 1
-        order = node.in_order()  # kept wherever there are tails
+        order = node.in_order()  # kept wherever there are partial blocks
         if order.up(order.place(tokens))[0].startswith(tokens):
-            self.superseded.extend(np.frombuffer(block, np.int32).tolist())
+            self.dead_blocks += unpack(block).tolist()
             return node
-        self._supersede(node.tail_before(tokens))
+        self._replace_partial_block(node.partial_block_before(tokens))
         self.num_pinned += 1
         node.in_order()  # the last child may just have gone, and the order with it
         return self._add_child(node, tokens, block, is_plain)
@@ -256,83 +297,104 @@ class RadixTree:
     def _add_child(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:
         child = Node(span, blocks, node, node.start + len(node.span) // TOKEN_BYTES, self.clock)
         child.pins = 1  # the caller's pin on the parent becomes the child's pin on it
-        child.is_marked = not is_plain and has_negative(span)
+        child.has_namespace = not is_plain and has_negative(span)
         node.add_child(span[: self.width], child)
         return child
 
-    def _supersede(self, tail: Node | None) -> None:
-        """Takes a tail out: a fuller block of the same tokens is there. While pinned, its block counts as pinned."""
-        if tail is None:
+    def _replace_partial_block(self, node: Node | None) -> None:
+        """Removes a partial block: a fuller block of the same tokens is there.
+
+        If it is pinned, it keeps its block until it is unpinned, but no longer pins its parent, so that the parent can
+        still grow in place.
+        """
+        if node is None:
             return
-        parent = tail.parent
+        parent = node.parent
         assert parent is not None
-        parent.remove_child(tail.span)
-        tail.parent = None
-        if tail.pins:
-            parent.pins -= 1  # stays above zero: whoever brings the fuller block pins it
+        parent.remove_child(node.span)
+        node.is_removed = True
+        for observer in self.observers:
+            observer.removed(node)
+        node.parent = None
+        if node.pins:
+            parent.pins -= 1  # stays above zero: the lease that brings the fuller block pins it
         else:
-            self.leave_leaves(tail)
-            self.superseded.extend(np.frombuffer(tail.blocks, np.int32).tolist())
+            self.dequeue(node)
+            self.dead_blocks += unpack(node.blocks).tolist()
 
     # ---- shrinking
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Takes blocks off the first leaves, tail first, superseded ones before all. O(leaves taken * log leaves)."""
-        evicted = self.superseded[:num_blocks]
-        del self.superseded[: len(evicted)]
-        needed = num_blocks - len(evicted)
-        while needed and (first := self.leaves.first() or self.last.first()):
+        """Takes blocks off the first leaves, the last block of each first; dead blocks before all.
+
+        Cost: O(leaves taken * log leaves).
+        """
+        evicted = self.dead_blocks[:num_blocks]
+        del self.dead_blocks[: len(evicted)]
+        while len(evicted) < num_blocks and (first := self.leaves.first() or self.last.first()):
             rank, node = first
-            self._evicted_stamp = node.stamp
-            size = len(node.blocks) // BLOCK_ID_BYTES
-            kept = max(size - needed, 0)
-            if self._watched and node.entry > 0 and (wanted := self.watches.wanted(node)):
-                kept = max(kept, wanted[0] // self.width)  # what goes on after that first
-            if self._is_told and node.entry > 0:
-                self.policy.evicted(node, rank, kept)
-            needed -= size - kept
-            evicted.extend(reversed(np.frombuffer(node.blocks, np.int32, size - kept, kept * BLOCK_ID_BYTES).tolist()))
-            if kept:
-                self._trim(node, kept)
-                node.fresh = max(node.fresh - (size - kept), 0)
-                if not node.fresh:
-                    self.fresh.pop(node, None)
-                continue
-            self.leave_leaves(node)
-            self.fresh.pop(node, None)
-            node.fresh = 0
-            self._unlink(node)
+            self._evicted_last_use = node.last_use
+            num_kept = max(len(node.blocks) // BLOCK_ID_BYTES - (num_blocks - len(evicted)), 0)
+            if node.entry > 0:
+                if self.deferral and (deferred := self.deferral(node)):
+                    num_kept = max(num_kept, deferred[0] // self.width)  # first what goes on after that
+                if self._is_told:
+                    self.policy.evicted(node, rank, num_kept)
+            evicted += self.cut(node, num_kept)
         self.num_blocks -= len(evicted)
         return evicted
 
-    def forget(self, top: Node) -> tuple[list[int], list[int]]:
-        """Takes a node out with all below it, so that nothing finds them; between two steps.
+    def cut(self, leaf: Node, num_kept: int) -> list[int]:
+        """Takes blocks off the end of a leaf in the order of eviction; with none left, the leaf itself.
 
-        What is pinned stays with whoever pins it, under the parent it had, and is superseded when the last pin goes.
+        Returns the blocks, the last first. They count as held until the caller takes them off `num_blocks`.
+        """
+        taken = np.frombuffer(leaf.blocks, np.int32, -1, num_kept * BLOCK_ID_BYTES).tolist()
+        taken.reverse()
+        if leaf.num_uncommitted:
+            leaf.num_uncommitted = max(leaf.num_uncommitted - len(taken), 0)
+            if not leaf.num_uncommitted:
+                del self.uncommitted[leaf]
+        if num_kept:
+            self._trim(leaf, num_kept)
+            return taken
+        self.dequeue(leaf)
+        parent = leaf.parent
+        assert parent is not None
+        parent.remove_child(leaf.span[: self.width])
+        for observer in self.observers:
+            observer.removed(leaf)
+        if not parent.pins and not parent.children:
+            self.queue(parent)
+        return taken
+
+    def remove_below(self, top: Node) -> tuple[list[int], list[int]]:
+        """Takes a node out with all below it, so that no match finds them; between two steps.
+
+        What is pinned stays under the parent that it had, and its blocks are dead when the last pin is removed.
 
         Returns the blocks of what is not pinned, which are held no longer, and the others. O(nodes below).
         """
         nodes = [top]
         for node in nodes:  # grows while it is walked
             nodes.extend(node.children.values())
-        if self._watched:
-            for node in reversed(nodes):  # children before their parents
-                assert node.parent is not None
-                self.watches.cut(node, node.parent)
         self._detach(top)
+        for node in reversed(nodes) if self.observers else ():  # children before their parents
+            for observer in self.observers:
+                observer.removed(node)
         assert top.parent is not None
         if not top.parent.pins and not top.parent.children:
-            self.enter_leaves(top.parent)
+            self.queue(top.parent)
         given_up: list[int] = []
         kept: list[int] = []
         for node in nodes:
+            node.is_removed = True
             if node.pins:
-                node.is_forgotten = True
-                kept += np.frombuffer(node.blocks, np.int32).tolist()
+                kept += unpack(node.blocks).tolist()
                 continue
             if node.entry:
-                self.leave_leaves(node)
-            given_up += np.frombuffer(node.blocks, np.int32).tolist()
+                self.dequeue(node)
+            given_up += unpack(node.blocks).tolist()
             self._detach(node)
         self.num_blocks -= len(given_up)
         return given_up, kept
@@ -349,51 +411,41 @@ class RadixTree:
 
         Returns the packed blocks taken, a run for each node.
         """
-        nodes = list(self.fresh)
+        nodes = list(self.uncommitted)
         for node in nodes:
             if node.entry:
-                self.leave_leaves(node)
-        if self._watched:
-            for node in sorted(nodes, key=lambda node: -node.start):  # before a parent is taken from its children
-                if node.fresh == node.num_blocks and node.parent is not None:
-                    self.watches.cut(node, node.parent)
-        taken = []
+                self.dequeue(node)
+        taken = [node.blocks[(node.num_blocks - node.num_uncommitted) * BLOCK_ID_BYTES :] for node in nodes]
         cut = []  # what is left of them, and their parents: may be leaves now
+        if self.observers:
+            nodes.sort(key=lambda node: -node.start)  # children before their parents
         for node in nodes:
-            kept = node.num_blocks - node.fresh
-            taken.append(node.blocks[kept * BLOCK_ID_BYTES :])
-            self.num_blocks -= node.fresh
+            kept = node.num_blocks - node.num_uncommitted
+            self.num_blocks -= node.num_uncommitted
             if node.pins:
-                self.num_pinned -= node.fresh
-            node.fresh = 0
+                self.num_pinned -= node.num_uncommitted
+            node.num_uncommitted = 0
             if kept:
                 self._trim(node, kept)
                 cut.append(node)
             else:
                 assert node.parent is not None
                 node.parent.remove_child(node.span[: self.width])
+                node.is_removed = True
+                for observer in self.observers:
+                    observer.removed(node)
                 cut.append(node.parent)
-                node.parent = None
         for node in dict.fromkeys(cut):
-            if node.parent is not None and not node.pins and not node.children:
-                self.enter_leaves(node)
-        self.fresh.clear()
+            if not node.is_removed and not node.pins and not node.children:
+                self.queue(node)
+        self.uncommitted.clear()
         return taken
 
-    def _trim(self, node: Node, num_blocks: int) -> None:
-        node.blocks = node.blocks[: num_blocks * BLOCK_ID_BYTES]
-        node.span = node.span[: num_blocks * self.width]
-        if node.is_marked:
-            node.is_marked = has_negative(node.span)
-        if self._watched:
-            self.watches.cut(node, node)
-
-    def _unlink(self, leaf: Node) -> None:
-        """Takes an unpinned leaf out; its parent may be a leaf now."""
-        parent = leaf.parent
-        assert parent is not None
-        parent.remove_child(leaf.span[: self.width])
-        if self._watched:
-            self.watches.cut(leaf, parent)
-        if not parent.pins and not parent.children:
-            self.enter_leaves(parent)
+    def _trim(self, node: Node, num_kept: int) -> None:
+        num_blocks = node.num_blocks - num_kept
+        node.blocks = node.blocks[: num_kept * BLOCK_ID_BYTES]
+        node.span = node.span[: num_kept * self.width]
+        if node.has_namespace:
+            node.has_namespace = has_negative(node.span)
+        for observer in self.observers:
+            observer.trimmed(node, num_blocks)

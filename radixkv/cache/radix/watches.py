@@ -1,59 +1,16 @@
-"""Watches: matches that pin nothing and follow what becomes of the cache.
+"""The watches of a radix tree: matches that pin nothing and follow what becomes of the tree.
 
-A watch costs something when what it matches changes, and nothing else: nobody matches the whole queue again at each
-step.
+A watch costs something when what it matches changes, and nothing else: a scheduler that orders by cached tokens does
+not match its whole queue again at each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from radixkv.cache.contract import CacheCorruption
+from radixkv.cache.contract import CacheCorruption, Rank, Watch
+from radixkv.cache.radix.node import Node
+from radixkv.cache.radix.observer import TreeObserver
+from radixkv.cache.radix.tree import RadixTree
 from radixkv.cache.tokens import TOKEN_BYTES, unpack
-
-if TYPE_CHECKING:
-    from radixkv.cache.radix.node import Node
-    from radixkv.cache.radix.tree import RadixTree
-
-Rank = tuple[float, float]
-
-
-class Watch:
-    """How far a request's tokens are cached in whole blocks, now.
-
-    Attributes:
-        num_tokens: cached now; follows every insertion and eviction.
-        rank: None, or: what it matches is evicted after all that no such watch matches, the lowest rank first.
-    """
-
-    __slots__ = ("changed", "cursor", "is_plain", "key", "num_tokens", "rank")
-
-    def __init__(self, key: bytes, is_plain: bool, rank: Rank | None, changed: Callable[[], None] | None) -> None:
-        if rank is not None and not (isinstance(rank, tuple) and len(rank) == 2 and all(x == x for x in rank)):
-            raise ValueError(f"rank: expected None or two numbers, got {rank!r}")
-        self.key = key  # packed, as the cache compares it
-        self.is_plain = is_plain
-        self.num_tokens = 0
-        self.rank = rank
-        self.changed = changed  # called whenever num_tokens has changed
-        self.cursor: Any = None  # the cache's own: where the match ends; None once it is let go
-
-    def __repr__(self) -> str:
-        return f"Watch(num_tokens={self.num_tokens}, rank={self.rank})"
-
-    def move(self, num_tokens: int) -> None:
-        """Sets num_tokens and tells whoever wants to know."""
-        if num_tokens != self.num_tokens:
-            self.num_tokens = num_tokens
-            if self.changed is not None:
-                self.changed()
-
-
-def check_watching(watch: Watch) -> None:
-    """Raises ValueError unless it is a watch that has not ended."""
-    if not isinstance(watch, Watch) or watch.cursor is None:
-        raise ValueError(f"watch: expected one that has not ended, got {watch!r}")
 
 
 class _Endings:
@@ -70,55 +27,50 @@ class _Endings:
         return [*self.inside, *(watch for group in self.after.values() for watch in group)]
 
 
-class TreeWatches:
-    """The watches of a radix tree, by the nodes in which their matches end.
+class TreeWatches(TreeObserver):
+    """The watches of a radix tree, by the nodes in which their matches end. Observes the tree while there are any.
 
-    Cost: a change of a node costs O(watches whose matches end in it and which it concerns); what nobody watches costs
-    the tree one look into an empty dict.
+    Cost: a change of a node costs O(watches whose matches end in it and which it concerns).
     """
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
-        self.endings: dict[Node, _Endings] = {}
+        self._endings: dict[Node, _Endings] = {}
 
     def add(self, watch: Watch) -> None:
         """Matches a watch and keeps it up to date from now on. Cost: as a match."""
-        self._place(watch, *self._walk(watch, self._tree.root, 0))
-        self._rank_again(watch.cursor)
+        if not self._endings:
+            self._tree.attach(self)
+            self._tree.deferral = self.deferral
+        self._place(watch, *self._match(watch, self._tree.root, 0))
+        self._tree.requeue(watch.cursor)
 
     def remove(self, watch: Watch) -> None:
-        """O(1), and the rank of a leaf."""
+        """Ends a watch. O(1), and the rank of a leaf."""
         node = watch.cursor
         watch.cursor = watch.changed = None
         self._take_out(watch, node)
+        if not self._endings:
+            self._tree.detach(self)
+            self._tree.deferral = None
 
     def end_all(self) -> None:
         """Ends every watch."""
-        for endings in self.endings.values():
+        for endings in self._endings.values():
             for watch in endings.all():
                 watch.cursor = watch.changed = None
 
-    def _walk(self, watch: Watch, node: Node, at: int) -> tuple[Node, int]:
-        """Goes on from the end of a node; returns where the match ends, and the bytes matched."""
-        key, width = watch.key, self._tree.width
-        end = len(key) // width * width
-        while at < end:
-            child = node.children.get(key[at : at + width])
-            if child is None:
-                break
-            span = child.span
-            if at + len(span) <= end and key.startswith(span, at) and not (watch.is_plain and child.is_marked):
-                at += len(span)
-                node = child
-                continue
-            common = child.num_common_tokens(key, at, watch.is_plain) * TOKEN_BYTES // width * width
-            return (child, at + common) if common else (node, at)
+    def _match(self, watch: Watch, node: Node, at: int) -> tuple[Node, int]:
+        """Goes on from the end of a node, at byte `at`; returns where the match ends, and the bytes matched."""
+        node, at, _, child, num_common = self._tree.match(node, watch.key, at, watch.is_plain)
+        if child is not None and num_common >= self._tree.block_size:
+            return child, at + num_common // self._tree.block_size * self._tree.width
         return node, at
 
     def _place(self, watch: Watch, node: Node, at: int) -> None:
-        endings = self.endings.get(node)
+        endings = self._endings.get(node)
         if endings is None:
-            endings = self.endings[node] = _Endings()
+            endings = self._endings[node] = _Endings()
         if at == _end(node):
             endings.after.setdefault(watch.key[at : at + self._tree.width], {})[watch] = None
         else:
@@ -128,7 +80,7 @@ class TreeWatches:
         watch.move(at // TOKEN_BYTES)
 
     def _take_out(self, watch: Watch, node: Node) -> None:
-        endings = self.endings[node]
+        endings = self._endings[node]
         if watch in endings.inside:
             del endings.inside[watch]
         else:
@@ -139,31 +91,28 @@ class TreeWatches:
             if not group:
                 del endings.after[key]
         if not endings.inside and not endings.after:
-            del self.endings[node]
+            del self._endings[node]
         endings.num_ranked -= watch.rank is not None
-        self._rank_again(node)
+        self._tree.requeue(node)
 
-    def _rank_again(self, node: Node) -> None:
-        if node.entry:
-            self._tree.leave_leaves(node)
-            self._tree.enter_leaves(node)
+    def deferral(self, node: Node) -> tuple[int, Rank] | None:
+        """Returns how much of a node is evicted last, as `RadixTree.deferral` is to: what watches with a rank match.
 
-    def wanted(self, node: Node) -> tuple[int, Rank] | None:
-        """Returns how many bytes of a node's span watches with a rank match, and the highest of their ranks, or None.
+        The rank is the highest of theirs.
 
         Cost: O(watches whose matches end in it).
         """
-        endings = self.endings.get(node)
+        endings = self._endings.get(node)
         if endings is None or not endings.num_ranked:
             return None
         ranked = [watch for watch in endings.all() if watch.rank is not None]
         num_bytes = max(watch.num_tokens for watch in ranked) * TOKEN_BYTES - node.start * TOKEN_BYTES
         return num_bytes, max(watch.rank for watch in ranked)  # type: ignore[type-var, return-value]
 
-    def marks(self) -> set[int]:
+    def namespace_ids(self) -> set[int]:
         """Returns the interned ids in what is watched. O(tokens watched)."""
         found: set[int] = set()
-        for endings in self.endings.values():
+        for endings in self._endings.values():
             for watch in endings.all():
                 if not watch.is_plain:
                     tokens = unpack(watch.key)
@@ -172,51 +121,54 @@ class TreeWatches:
 
     # ---- what the tree tells
 
-    def grown(self, node: Node, old_end: int, key: bytes) -> None:
-        """Blocks were put after what ended at byte `old_end`, the first of them `key`: in the node, or in a child."""
-        endings = self.endings.get(node)
+    def grew(self, node: Node, num_bytes: int, first_block: bytes) -> None:
+        """Watches that need the first new block next match on."""
+        endings = self._endings.get(node)
         if endings is None:
             return
-        group = endings.after.pop(key, {})
-        if _end(node) > old_end:  # in place: all others end before its end now
+        group = endings.after.pop(first_block, {})
+        is_longer = len(node.span) > num_bytes
+        if is_longer:  # all others end before its end now
             endings.inside.update((watch, None) for others in endings.after.values() for watch in others)
             endings.after.clear()
         endings.num_ranked -= sum(watch.rank is not None for watch in group)
         if not endings.inside and not endings.after:
-            del self.endings[node]
+            del self._endings[node]
         start = node.start * TOKEN_BYTES
-        new = node.span[old_end - start :]
         for watch in group:
-            at = old_end
-            if new:
-                if watch.key.startswith(new, at) and not (watch.is_plain and node.is_marked):
-                    at += len(new)
-                else:
-                    common = node.num_common_tokens(watch.key, start, watch.is_plain) * TOKEN_BYTES
-                    at = start + common // self._tree.width * self._tree.width
-            self._place(watch, *(self._walk(watch, node, at) if at == start + len(node.span) else (node, at)))
+            if is_longer:
+                assert node.parent is not None
+                self._place(watch, *self._match(watch, node.parent, start))
+            else:
+                self._place(watch, *self._match(watch, node, start + num_bytes))
 
     def split(self, upper: Node, lower: Node) -> None:
-        """A node was cut in two."""
+        """Watches whose matches end in the upper half move there."""
         at = _end(upper)
-        endings = self.endings.get(lower)
+        endings = self._endings.get(lower)
         if endings is not None:
             self._move([w for w in endings.inside if w.num_tokens * TOKEN_BYTES <= at], endings, lower, upper)
 
-    def joined(self, upper: Node, node: Node) -> None:
-        """The span of `upper` was put before that of `node`, its only child."""
-        endings = self.endings.get(upper)
+    def merged(self, upper: Node, lower: Node) -> None:
+        """Watches whose matches end in the upper half move to the node that has its span now."""
+        endings = self._endings.get(upper)
         if endings is not None:
-            self._move(endings.all(), endings, upper, node)
+            self._move(endings.all(), endings, upper, lower)
 
-    def cut(self, node: Node, heir: Node) -> None:
-        """A node lost blocks off its end; where all of them, its parent is the heir, else itself."""
-        endings = self.endings.get(node)
-        if endings is None:
-            return
-        end = _end(heir)
-        over = [watch for watch in endings.all() if node is not heir or watch.num_tokens * TOKEN_BYTES >= end]
-        self._move(over, endings, node, heir, end)
+    def trimmed(self, node: Node, num_blocks: int) -> None:
+        """Watches that match more than is left are cut back to its end."""
+        endings = self._endings.get(node)
+        if endings is not None:
+            end = _end(node)
+            over = [watch for watch in endings.all() if watch.num_tokens * TOKEN_BYTES >= end]
+            self._move(over, endings, node, node, end)
+
+    def removed(self, node: Node) -> None:
+        """Watches whose matches end in the node are cut back to the end of its parent."""
+        endings = self._endings.get(node)
+        if endings is not None:
+            assert node.parent is not None
+            self._move(endings.all(), endings, node, node.parent, _end(node.parent))
 
     def _move(self, watches: list[Watch], endings: _Endings, old: Node, new: Node, end: int | None = None) -> None:
         """Moves watches to another node, at most to byte `end`."""
@@ -231,16 +183,18 @@ class TreeWatches:
                 del endings.after[key]
         endings.num_ranked -= sum(watch.rank is not None for watch in watches)
         if not endings.inside and not endings.after:
-            del self.endings[old]
+            del self._endings[old]
         for watch in watches:
             at = watch.num_tokens * TOKEN_BYTES
             self._place(watch, new, at if end is None else min(at, end))
-        self._rank_again(old)
-        self._rank_again(new)
+        self._tree.requeue(old)
+        self._tree.requeue(new)
 
     def check(self) -> None:
         """Raises CacheCorruption unless every watch stands where a new match would. O(watches, each as a match)."""
-        for node, endings in self.endings.items():
+        if (self in self._tree.observers) != bool(self._endings):
+            raise CacheCorruption("violated: watches observe the tree while there are any")
+        for node, endings in self._endings.items():
             watches = endings.all()
             num_ranked = sum(watch.rank is not None for watch in watches)
             if not watches or endings.num_ranked != num_ranked:
@@ -248,7 +202,7 @@ class TreeWatches:
             for watch in watches:
                 at = watch.num_tokens * TOKEN_BYTES
                 is_after = watch in endings.after.get(watch.key[at : at + self._tree.width], ())
-                if self._walk(watch, self._tree.root, 0) != (node, at) or watch.cursor is not node:
+                if self._match(watch, self._tree.root, 0) != (node, at) or watch.cursor is not node:
                     raise CacheCorruption(f"violated: a watch stands where its match ends, got {watch}")
                 if is_after != (at == _end(node)) or is_after == (watch in endings.inside):
                     raise CacheCorruption(f"violated: a watch is inside its node or at its end, got {watch}")

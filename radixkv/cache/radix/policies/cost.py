@@ -30,12 +30,12 @@ class Cost(Policy):
         return super().begin()
 
     def touch(self, node: Evictable, tick: int) -> None:
-        node.heat += 1.0
+        node.policy_state += 1.0
 
     def rank(self, node: Evictable) -> Any:
         middle = node.start + node.num_tokens / 2
         cost_per_block = node.num_tokens * (1.0 + middle / self.knee_tokens) / node.num_blocks
-        return (self._age + max(node.heat, 1.0) * cost_per_block, node.stamp)
+        return (self._age + max(node.policy_state, 1.0) * cost_per_block, node.last_use)
 
     def evicted(self, node: Evictable, rank: Any, num_left: int) -> None:
         self._age = rank[0]

@@ -12,4 +12,4 @@ class Fifo(Policy):
     grows_in_place = False
 
     def rank(self, node: Evictable) -> Any:
-        return (node.born, node.stamp)
+        return (node.born, node.last_use)

@@ -21,19 +21,19 @@ class Probation(Policy):
         if not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"share: expected a number of 0 to 1, got {share!r}")
         self.share = share
-        self._now = self._evicted_stamp = 0.0
+        self._now = self._evicted_last_use = 0.0
 
     def begin(self) -> LeafOrder:
-        self._now = self._evicted_stamp = 0.0
+        self._now = self._evicted_last_use = 0.0
         return super().begin()
 
     def touch(self, node: Evictable, tick: int) -> None:
-        node.heat += 1.0
+        node.policy_state += 1.0
         self._now = tick
 
     def rank(self, node: Evictable) -> Any:
-        age = self.share * (self._now - self._evicted_stamp) if node.heat <= 1.0 else 0.0
-        return (node.stamp - age, node.stamp)
+        age = self.share * (self._now - self._evicted_last_use) if node.policy_state <= 1.0 else 0.0
+        return (node.last_use - age, node.last_use)
 
     def evicted(self, node: Evictable, rank: Any, num_left: int) -> None:
-        self._evicted_stamp = rank[1]
+        self._evicted_last_use = rank[1]

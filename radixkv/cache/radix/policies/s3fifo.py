@@ -12,7 +12,7 @@ MAX_USES = 3
 
 
 class _State(NamedTuple):
-    """The `heat` of a node."""
+    """The `policy_state` of a node."""
 
     is_main: bool = False  # of the main queue, not of the small one
     place: int = 0  # in the main queue
@@ -60,15 +60,15 @@ class _Queues(LeafOrder):
             if found is None:
                 return None
             node = found[1]
-            state = node.heat or _State()
+            state = node.policy_state or _State()
             if is_small and state.uses > 1:
-                node.heat = _State(True, self.next_place())
+                node.policy_state = _State(True, self.next_place())
             elif not is_small and state.uses:
-                node.heat = _State(True, self.next_place(), state.uses - 1)
+                node.policy_state = _State(True, self.next_place(), state.uses - 1)
             else:
                 return found
             self.remove(node)
-            self.add(node, (True, node.heat.place))
+            self.add(node, (True, node.policy_state.place))
 
     def in_order(self) -> list[Node]:
         return super().in_order() + self._main.in_order()
@@ -112,16 +112,16 @@ class S3Fifo(Policy):
         return self._queues
 
     def touch(self, node: Evictable, tick: int) -> None:
-        if node.heat:
-            node.heat = node.heat._replace(uses=min(node.heat.uses + 1, MAX_USES))
+        if node.policy_state:
+            node.policy_state = node.policy_state._replace(uses=min(node.policy_state.uses + 1, MAX_USES))
         elif self._ghosts and (key := hash(node.first_prefix())) in self._ghosts:
             del self._ghosts[key]
-            node.heat = _State(True, self._queues.next_place())
+            node.policy_state = _State(True, self._queues.next_place())
         else:
-            node.heat = _State()
+            node.policy_state = _State()
 
     def rank(self, node: Evictable) -> Any:
-        state = node.heat or _State()
+        state = node.policy_state or _State()
         return (True, state.place) if state.is_main else (False, node.born)
 
     def evicted(self, node: Evictable, rank: Any, num_left: int) -> None:

@@ -43,10 +43,10 @@ class Sieve(Policy):
                 self._pass, self._hand = self._pass + 1, -1.0
             self._newest = node.born
         # The release of the request that inserted it is no use.
-        node.heat = self._next_pass(node.born) + (1 if node.heat else 0)
+        node.policy_state = self._next_pass(node.born) + (1 if node.policy_state else 0)
 
     def rank(self, node: Evictable) -> Any:
-        return (max(node.heat, self._next_pass(node.born + node.older)), node.born)
+        return (max(node.policy_state, self._next_pass(node.born + node.older)), node.born)
 
     def evicted(self, node: Evictable, rank: Any, num_left: int) -> None:
         if rank > (self._pass, self._hand):
