@@ -72,7 +72,7 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if check_count(name, getattr(self, name)) == 0:
                 raise ValueError(f"{name}: expected an int >= 1, got 0")
-        if self.order not in ORDERS:
+        if not isinstance(self.order, str) or self.order not in ORDERS:
             raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {self.order!r}")
         check_count("max_overtakes", self.max_overtakes)
         check_count("seed", self.seed)

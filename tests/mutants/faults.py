@@ -792,7 +792,7 @@ FAULTS = [
     Fault(
         "a refused order takes the cache",
         "SchedulerConfig.__post_init__",
-        "self.order not in ORDERS",
+        "not isinstance(self.order, str) or self.order not in ORDERS",
         "False",
         ("tests/engine/test_engine.py", "-k", "limits_that_are_refused"),
     ),
