@@ -77,7 +77,7 @@ def paged_attention(
             tile_rows: KV that sequences share is read once. The results have the same bits as without.
         workspace: [>= plan.workspace_size(v_head_dim)] float32, contiguous: scratch for a call with a plan; None:
             allocated.
-        implementation: "auto" (by device), "reference", "torch" or "triton".
+        implementation: "auto" (by device), or a name of `selection.IMPLEMENTATIONS`: "triton", "torch" or "reference".
         validate: check lengths and ids too; None: where they are on the CPU. On a GPU True synchronises.
 
     Returns:
