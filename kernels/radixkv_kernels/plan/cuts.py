@@ -133,7 +133,7 @@ def choose_cuts(
     """Cuts every run of every sequence.
 
     Args:
-        same: [num_runs * run_cells, num_seqs] bool, contiguous; see `plan_cells.same_as_before`.
+        same: [num_runs * run_cells, num_seqs] bool, contiguous; see `cells.same_as_before`.
         first, last: [num_seqs] cells that the sequence reads.
         weight: [num_seqs] query rows (tokens) of the sequence.
         partial_cost: what one partial result of one query token costs, in cells of KV.
@@ -236,7 +236,7 @@ def _decide(
         depth = np.maximum(depth - k_first, 0)
         valid = (np.diff(depth, axis=0, prepend=0) > 0) & reads
     tree = memo.keep("tree", (shared, valid), lambda: _Tree.of(shared, valid))
-    # cells below a level: reading, shared out among those who share it, and partial results
+    # cells below a level: reading, divided among the sequences that share it, and partial results
     below = (depth[1:] - depth[:-1]) * memo.keep(
         "costs", (shared, weight), lambda: _costs(shared, weight, partial_cost)
     )
