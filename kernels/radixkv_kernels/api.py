@@ -73,11 +73,11 @@ def paged_attention(
         k_scale, v_scale: a number, or [num_kv_heads] float32: what to multiply cached keys and values by.
         out: [num_tokens, num_q_heads, v_head_dim] q's dtype, any strides; None: allocated.
         return_lse: also return the natural-log sum of exp of each row's scores, sink included.
-        plan: who reads what, made from the same block tables, lengths and options, with `plan_tile`'s cell_size and
-            tile_rows: KV that sequences share is read once. The results have the same bits as without.
+        plan: which rows read which cells, made from the same block tables, lengths and options, with `plan_tile`'s
+            cell_size and tile_rows: KV that sequences share is read once. The results have the same bits as without.
         workspace: [>= plan.workspace_size(v_head_dim)] float32, contiguous: scratch for a call with a plan; None:
             allocated.
-        implementation: "auto" (by device), "reference", "torch" or "triton".
+        implementation: "auto" (by device), or a name of `selection.IMPLEMENTATIONS`: "triton", "torch" or "reference".
         validate: check lengths and ids too; None: where they are on the CPU. On a GPU True synchronises.
 
     Returns:
@@ -88,6 +88,21 @@ def paged_attention(
         UnsupportedImplementation: the implementation asked for can't do it.
 
     Mutates `out` and `workspace`. Cost: O(rows * visible keys * num_q_heads * head_dim); reads each sequence's KV once.
+
+    A decode step of one sequence and the prefill of another, in blocks of 16:
+
+    >>> k_cache, v_cache = torch.randn(2, 8, 16, 2, 64)
+    >>> out, lse = paged_attention(
+    ...     torch.randn(19, 8, 64),
+    ...     k_cache,
+    ...     v_cache,
+    ...     cu_seqlens_q=torch.tensor([0, 1, 19]),
+    ...     block_table=torch.tensor([[3, 0], [5, 1]]),
+    ...     seq_lens=torch.tensor([21, 18]),
+    ...     return_lse=True,
+    ... )
+    >>> out.shape, lse.shape
+    (torch.Size([19, 8, 64]), torch.Size([19, 8]))
     """
     device = checks.check_query(q, k_cache, v_cache)
     (num_tokens, num_q_heads, head_dim), (_, block_size, num_kv_heads, v_head_dim) = q.shape, v_cache.shape
@@ -171,6 +186,15 @@ def tree_attention(
     for calls whose launches a CUDA graph repeats: neither their lengths nor their number of sequences are looked at.
     Raises as `paged_attention`, and ValueError where the plan was made for other shapes, options or lengths.
     Cost: O(rows * visible keys * num_q_heads * head_dim); reads plan.stats.num_kv_tokens_read tokens of KV.
+
+    >>> table = torch.arange(80, dtype=torch.int32).view(2, 40)
+    >>> table[1, :32] = table[0, :32]
+    >>> lens, cu = torch.tensor([530, 600]), torch.tensor([0, 1, 2])
+    >>> plan = TreePlan.from_block_table(table, lens, cu, block_size=16, num_q_heads=8, num_kv_heads=2)
+    >>> q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 80, 16, 2, 64)
+    >>> batch = {"block_table": table, "seq_lens": lens, "cu_seqlens_q": cu}
+    >>> torch.equal(tree_attention(q, k, v, plan=plan, **batch), paged_attention(q, k, v, **batch))
+    True
     """
     return paged_attention(q, k_cache, v_cache, plan=plan, **arguments)
 
@@ -199,6 +223,12 @@ def store_kv(
         implementation, validate: as for `paged_attention`.
 
     Raises ValueError naming the argument. Cost: O(num_tokens * num_kv_heads * head_dim).
+
+    >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64)
+    >>> k, v = torch.randn(2, 3, 2, 64)
+    >>> store_kv(k, v, k_cache, v_cache, torch.tensor([2 * 16 + 5, -1, 7]))
+    >>> torch.equal(k_cache[2, 5], k[0]), torch.equal(v_cache[0, 7], v[2]), int(k_cache.count_nonzero())
+    (True, True, 256)
     """
     device = checks.check_written_caches(k_cache, v_cache)
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -239,6 +269,11 @@ def copy_blocks(
         implementation, validate: as for `paged_attention`.
 
     Raises ValueError naming the argument. Cost: O(sum of num_tokens * num_kv_heads * head_dim).
+
+    >>> k_cache, v_cache = torch.randn(2, 4, 16, 2, 64)
+    >>> copy_blocks(k_cache, v_cache, torch.tensor([0]), torch.tensor([3]), torch.tensor([5]))
+    >>> torch.equal(k_cache[3, :5], k_cache[0, :5]), torch.equal(v_cache[3], v_cache[0])
+    (True, False)
     """
     device = checks.check_written_caches(k_cache, v_cache)
     num_blocks, block_size = k_cache.shape[:2]
@@ -273,6 +308,12 @@ def merge_states(
 
     Returns (out, lse [num_tokens, num_heads] float32). All parts empty: 0 and -inf. One not empty: that one, bit for
     bit. Raises ValueError naming the argument. Cost: O(size of outs).
+
+    >>> outs, lses = torch.randn(3, 7, 8, 64), torch.randn(3, 7, 8)
+    >>> lses[1:, 4] = -torch.inf  # token 4 saw keys of the first part alone
+    >>> out, lse = merge_states(outs, lses)
+    >>> torch.equal(out[4], outs[0, 4]), torch.equal(lse[4], lses[0, 4])
+    (True, True)
     """
     outs, lses = checks.stacked("outs", outs), checks.stacked("lses", lses)
     device = outs.device

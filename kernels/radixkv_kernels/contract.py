@@ -1,33 +1,8 @@
 """What `api.py` hands to an implementation, and what every implementation must do with it.
 
-An implementation is a module or a folder with seven functions, and an entry of `selection.IMPLEMENTATIONS`:
-
-    unsupported(spec, tensors) -> str | None
-        Why this implementation can't run the call, or None where it can. Looks at values of `spec`, and at dtypes,
-        shapes and devices of `tensors`, never at their contents. `api` raises UnsupportedImplementation with it.
-    paged_attention(spec, tensors, out, lse) -> None
-        Writes `out` [num_tokens, num_q_heads, v_head_dim] (q's dtype, any strides) and, unless it is None, `lse`
-        [num_tokens, num_q_heads] float32 (any strides).
-    tree_attention(spec, tensors, plan, workspace, out, lse) -> None
-        `paged_attention` with a `Plan` made for this call: the same bits, but KV that sequences share is read once.
-        `plan.host()` is its work list in numpy arrays, `plan.to(device)` the same as tensors. ValueError where the
-        plan's cells or tiles are not this implementation's. `workspace`: None, or float32 scratch
-        [>= plan.workspace_size] that an implementation uses instead of allocating.
-    plan_tile(dtype, kv_dtype, head_dim, v_head_dim, softcap, device) -> (cell_size, tile_rows)
-        How a plan has to be made for such calls; tile_rows is an upper bound.
-    store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None
-        k [num_tokens, num_kv_heads, head_dim], v [.., v_head_dim]; slot_mapping [num_tokens] int64, block * block_size
-        + offset, negative: skip the token. Scales as in AttentionTensors: the cache holds value / scale (divided in
-        float32), saturated to the finite range where the cache is fp8.
-    copy_blocks(k_cache, v_cache, src, dst, num_tokens) -> None
-        src, dst, num_tokens [num_pairs] int64: the first num_tokens[i] rows of block src[i] go to the same rows of
-        dst[i]. No block is both a source and a destination, none is a destination twice.
-    merge_states(outs, lses, out, lse) -> None
-        outs [num_states, num_tokens, num_heads, v_head_dim], lses [num_states, num_tokens, num_heads] float32; the
-        left fold over states of the merge formula, in float32. A state with lse -inf is the identity, whatever its out
-        holds (NaN included); with lse NaN the result is NaN, out and lse; lse is never +inf. `lse` may be None.
-
-An implementation validates nothing again: `api` has checked shapes, dtypes, devices and, on the CPU, contents.
+An implementation is a module or a folder with the seven functions of `Implementation`, and an entry of
+`selection.IMPLEMENTATIONS`. It validates nothing again: `api` has checked shapes, dtypes, devices and, on the CPU,
+contents.
 
 The arithmetic of paged attention. Row i of sequence s (tokens cu_seqlens_q[s] + i) has position
 p = seq_lens[s] - q_len[s] + i and sees key t where 0 <= t < seq_lens[s], t <= p if `causal`, and t > p - window if
@@ -307,13 +282,18 @@ class Plan(Protocol):
 
 
 class Implementation(Protocol):
-    """The seven functions of an implementation's module; the docstring of this module says what each must do."""
+    """The seven functions of an implementation's module."""
 
-    def unsupported(self, spec: AttentionSpec, tensors: AttentionTensors) -> str | None: ...
+    def unsupported(self, spec: AttentionSpec, tensors: AttentionTensors) -> str | None:
+        """Why this implementation can't run the call, or None where it can; `api` raises UnsupportedImplementation.
 
-    def paged_attention(
-        self, spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None
-    ) -> None: ...
+        Looks at values of `spec`, and at dtypes, shapes and devices of `tensors`, never at their contents. O(1).
+        """
+
+    def paged_attention(self, spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None) -> None:
+        """Writes `out` [num_tokens, num_q_heads, v_head_dim] in q's dtype and, unless it is None, `lse` [num_tokens,
+        num_q_heads] float32; any strides. O(rows * visible keys * num_q_heads * head_dim).
+        """
 
     def tree_attention(
         self,
@@ -323,7 +303,13 @@ class Implementation(Protocol):
         workspace: Tensor | None,
         out: Tensor,
         lse: Tensor | None,
-    ) -> None: ...
+    ) -> None:
+        """`paged_attention` with a plan made for this call: the same bits, but KV that sequences share is read once.
+
+        `plan.host()` is its work list in numpy arrays, `plan.to(device)` the same as tensors. workspace: None, or
+        float32 scratch [>= plan.workspace_size(v_head_dim)] for an implementation that would allocate without it.
+        ValueError where the plan's cells or tiles are not this implementation's.
+        """
 
     def plan_tile(
         self,
@@ -333,7 +319,11 @@ class Implementation(Protocol):
         v_head_dim: int,
         softcap: bool,
         device: torch.device,
-    ) -> tuple[int, int]: ...
+    ) -> tuple[int, int]:
+        """(cell_size, tile_rows) of plans for such calls: KV tokens of a cell, and the most flat rows of an item.
+
+        UnsupportedImplementation where it has none. O(1).
+        """
 
     def store_kv(
         self,
@@ -344,8 +334,24 @@ class Implementation(Protocol):
         slot_mapping: Tensor,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
-    ) -> None: ...
+    ) -> None:
+        """Writes keys and values [num_tokens, num_kv_heads, head_dim or v_head_dim] into their slots.
 
-    def copy_blocks(self, k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None: ...
+        slot_mapping [num_tokens] int64: block * block_size + offset; negative: the token is skipped. Scales as in
+        `AttentionTensors`: the cache holds value / scale (divided in float32), saturated to the finite range where the
+        cache is fp8. O(num_tokens * num_kv_heads * head_dim).
+        """
 
-    def merge_states(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None) -> None: ...
+    def copy_blocks(self, k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
+        """src, dst, num_tokens [num_pairs] int64: the first num_tokens[i] rows of block src[i] to those of dst[i].
+
+        No block is both a source and a destination, none is a destination twice. O(sum of num_tokens).
+        """
+
+    def merge_states(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """The left fold over states of the merge formula, in float32.
+
+        outs [num_states, num_tokens, num_heads, v_head_dim], lses [num_states, num_tokens, num_heads] float32. A state
+        with lse -inf is the identity, whatever its out holds (NaN included); with lse NaN the result is NaN, out and
+        lse; lse is never +inf. `lse` may be None. O(size of outs).
+        """

@@ -1,6 +1,6 @@
 """Random paged-attention problems, poisoned by NaN wherever nothing may be read; the same in float64 beside.
 
-Used by every test of the kernels.
+Used by every test of the kernels, on every implementation.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ class Problem:
     kwargs: dict[str, Any]
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """All arguments of `paged_attention` by name, so that a test may change some."""
+        return {"q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "return_lse": True, **self.kwargs}
 
     def run(self, implementation: str = "torch", **changes: Any) -> tuple[Tensor, Tensor]:
         """(out, lse); out is poisoned beforehand."""

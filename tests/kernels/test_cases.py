@@ -1,4 +1,4 @@
-"""Small inputs that went wrong in other people's kernels."""
+"""Small inputs that went wrong in other kernels, on every registered implementation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from radixkv_kernels import copy_blocks, merge_states, paged_attention, store_kv
 from radixkv_kernels.torch_impl.workspace import thread_workspace
 
 from tests.kernels.problems import FP8, Shape, check, empty_cache, make
-
-IMPLEMENTATIONS = ["torch", "reference"]
-both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def one_sequence(k, v, q, implementation, **kwargs):
@@ -37,7 +34,6 @@ def one_sequence(k, v, q, implementation, **kwargs):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a mapping without reserved memory")
-@both
 def test_offsets_past_two_to_the_32_elements(implementation):
     """Blocks 2^31 elements apart, rows of q 2^32: pages never touched cost nothing."""
     block = torch.randn(16, 2, 32)
@@ -59,9 +55,12 @@ def test_offsets_past_two_to_the_32_elements(implementation):
     kwargs.update(seq_lens=torch.tensor([40, 40]), cu_seqlens_q=torch.tensor([0, 1, 2]))
     got = paged_attention(rows, near, near, block_table=tables.expand(2, 3), **kwargs)
     assert torch.equal(got[0], want[0])
+    new = torch.randn(1, 2, 32)
+    store_kv(new, new, cache, cache, torch.tensor([3 * 16 + 5]), implementation=implementation)
+    copy_blocks(cache, cache, *(torch.tensor([n]) for n in (3, 1, 6)), implementation=implementation)
+    assert torch.equal(cache[3, 5], new[0]) and torch.equal(cache[1, :6], cache[3, :6])
 
 
-@both
 def test_padding_row_of_a_captured_graph(implementation):
     problem = make(Shape(q_lens=(1, 1, 1), seq_lens=(0, 5, 0), sinks=True))
     out, lse = problem.run(implementation)
@@ -69,7 +68,6 @@ def test_padding_row_of_a_captured_graph(implementation):
     assert lse[1].isfinite().all()
 
 
-@both
 def test_rows_behind_the_last_sequence_are_not_written(implementation):
     problem = make(Shape(q_lens=(1, 2), seq_lens=(9, 5)))
     problem.q = torch.cat((problem.q, torch.full_like(problem.q, torch.nan)))
@@ -77,21 +75,18 @@ def test_rows_behind_the_last_sequence_are_not_written(implementation):
     assert not out[:3].isnan().any() and out[3:].isnan().all()
 
 
-@both
 def test_no_sequences_and_no_rows(implementation):
     for q_lens, seq_lens in (((), ()), ((0, 0), (5, 0))):
         out, lse = make(Shape(q_lens=q_lens, seq_lens=seq_lens)).run(implementation)
         assert out.shape[0] == 0 and lse.shape[0] == 0
 
 
-@both
 @pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 2048, 2049])
 def test_lengths_around_cells_and_runs(n, implementation):
     problem = make(Shape(q_lens=(1, min(n, 3)), seq_lens=(n, n), num_q_heads=2, num_kv_heads=1))
     check(problem, implementation)
 
 
-@both
 def test_large_scores_under_softcap(implementation):
     q, k = torch.full((1, 1, 32), 100.0), torch.full((300, 1, 32), 100.0)
     k[::2] *= -1
@@ -99,7 +94,6 @@ def test_large_scores_under_softcap(implementation):
     assert out.isfinite().all() and lse.isfinite().all()
 
 
-@both
 def test_large_scores_without_softcap(implementation):
     q, k = torch.full((2, 1, 32), 100.0), torch.full((300, 1, 32), 100.0)
     k[7] *= -1
@@ -108,23 +102,21 @@ def test_large_scores_without_softcap(implementation):
     assert torch.allclose(out[0, 0], v[7, 0]) and torch.allclose(lse, torch.tensor(1e4))
 
 
-@both
 @pytest.mark.parametrize("window", [1, 5, 256, 257])
 def test_window_edge_with_one_hot_values(window, implementation):
-    """Equal scores and one-hot values say exactly which keys were seen; the same in prefill and decode."""
+    """Equal scores and one-hot values say exactly which keys were seen; the same in a chunk and in decode."""
     n = 300
     k, v = torch.zeros(n, 1, 32), torch.zeros(n, 1, 256)
     v[torch.arange(n), 0, torch.arange(n) % 256] = 1.0
-    q = torch.randn(n, 1, 32)
-    prefill, _ = one_sequence(k, v, q, implementation, window=window)
+    q = torch.randn(40, 1, 32)
+    chunk, _ = one_sequence(k, v, q, implementation, window=window)
     decode, _ = one_sequence(k, v, q[-1:], implementation, window=window)
     seen = torch.arange(max(0, n - window), n)
     want = torch.zeros(256).index_add_(0, seen % 256, torch.full((len(seen),), 1.0 / len(seen)))
     assert torch.allclose(decode[0, 0], want, atol=1e-6)
-    assert torch.allclose(prefill[-1, 0], want, atol=1e-6)
+    assert torch.allclose(chunk[-1, 0], want, atol=1e-6)
 
 
-@both
 def test_a_sink_counts_once_however_many_cells(implementation):
     for n in (1, 256, 2500):
         k, v = torch.zeros(n, 1, 32), torch.ones(n, 1, 32)
@@ -134,7 +126,6 @@ def test_a_sink_counts_once_however_many_cells(implementation):
         assert torch.allclose(lse[0], total) and torch.allclose(out[0, 0], (n * torch.exp(-total)).expand(32))
 
 
-@both
 def test_lse_is_natural(implementation):
     k, q = torch.randn(40, 1, 32), torch.randn(1, 1, 32)
     _, lse = one_sequence(k, torch.randn(40, 1, 32), q, implementation)
@@ -152,7 +143,6 @@ def test_block_sizes(block_size):
     check(make(Shape(q_lens=(1, 9, 200), seq_lens=(2100, 270, 200), block_size=block_size)))
 
 
-@both
 def test_fp8_scales(implementation):
     k, v = (torch.randn(20, 2, 32).to(FP8) for _ in range(2))
     q = torch.randn(1, 4, 32)
@@ -161,7 +151,6 @@ def test_fp8_scales(implementation):
     assert torch.allclose(got, want, atol=1e-6) and torch.allclose(got_lse, want_lse, atol=1e-5)
 
 
-@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merge_of_empty_states(implementation, dtype):
     out, lse = torch.randn(3, 2, 8).to(dtype), torch.randn(3, 2)
@@ -173,7 +162,6 @@ def test_merge_of_empty_states(implementation, dtype):
         assert torch.equal(got, out) and torch.equal(got_lse, lse)
 
 
-@both
 def test_merge_is_attention_over_the_union(implementation):
     k, v, q = torch.randn(90, 1, 32), torch.randn(90, 1, 32), torch.randn(1, 3, 32)
     parts = [one_sequence(k[a:b], v[a:b], q, implementation) for a, b in ((0, 20), (20, 21), (21, 90))]
@@ -182,7 +170,6 @@ def test_merge_is_attention_over_the_union(implementation):
     assert torch.allclose(got[0], want[0], atol=1e-6) and torch.allclose(got[1], want[1], atol=1e-5)
 
 
-@both
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "interleaved", "token_interleaved"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_store(implementation, layout, dtype):
@@ -202,7 +189,23 @@ def test_store(implementation, layout, dtype):
     assert flat_k[untouched].isnan().all() and flat_v[untouched].isnan().all()
 
 
-@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_stores_bit_for_bit_what_the_reference_stores(implementation, dtype, fp8):
+    """Values of another head size than keys, in another order of dimensions, into one tensor for both."""
+    generator = torch.Generator().manual_seed(1)
+    k = (torch.randn(9, 3, 40, generator=generator) * 300).to(dtype)
+    v = torch.randn(3, 9, 72, generator=generator).to(dtype).transpose(0, 1)
+    slots = torch.tensor([3, -1, 40, 0, 47, 12, 13, -1, 30])
+    scales = {"k_scale": 0.5, "v_scale": torch.tensor([0.25, 2.0, 3.0])} if fp8 else {}
+    both = []
+    for name in (implementation, "reference"):
+        cache = torch.zeros(3, 2, 3, 16, 72).to(FP8 if fp8 else dtype).transpose(2, 3)
+        store_kv(k, v, cache[:, 0, :, :, :40], cache[:, 1], slots, **scales, implementation=name)
+        both.append(cache.view(torch.uint8) if fp8 else cache)
+    assert torch.equal(*both)
+
+
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "interleaved"])
 def test_copy_of_partial_blocks(implementation, layout):
     k_cache, v_cache = (empty_cache(6, 4, 2, d, torch.float32, layout) for d in (8, 4))

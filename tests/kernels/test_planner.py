@@ -87,6 +87,7 @@ def test_equals_the_plan_from_scratch_after_any_operations(seed):
     assert len(planner) == len(live) and all(n in planner for n in live)
     for name in list(live):
         planner.remove(name)
+    assert not planner.may_share
     numbers = planner._tables._cells
     assert not numbers._number_of and len(numbers._unused) == len(numbers._uses), "no cell outlives its sequences"
 

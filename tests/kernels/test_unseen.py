@@ -22,9 +22,6 @@ from tests.sampling import few
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # to shrink in the interpreter takes minutes
 
 
-IMPLEMENTATIONS = ["torch", "reference", "triton"]
-
-
 def rows_alone(problem, implementation, s):
     """(out, lse) of sequence s from a call of its own, with as many queries as it has keys at most."""
     shape, kwargs = problem.shape, problem.kwargs
@@ -184,8 +181,6 @@ def merge_oracle(outs, lses):
 SPECIAL = [-math.inf, math.inf, math.nan, 0.5, -3.0]
 
 
-@pytest.mark.usefixtures("exact_interpreter")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("states", few([2, 1, 3], 1))
 def test_infinite_and_nan_lse_in_every_place_of_a_merge(implementation, states):
     """All combinations of special values over the parts; what an empty part's out holds is never looked at."""
@@ -204,8 +199,6 @@ def test_infinite_and_nan_lse_in_every_place_of_a_merge(implementation, states):
         torch.testing.assert_close(lse, want_lse, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
-@pytest.mark.usefixtures("exact_interpreter")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 def test_what_a_part_with_keys_holds_shows(implementation, special):
     outs, lses = torch.randn(3, 2, 4, 16), torch.randn(3, 2, 4)
@@ -216,8 +209,6 @@ def test_what_a_part_with_keys_holds_shows(implementation, special):
     assert torch.equal(out.isfinite(), finite) and lse.isfinite().all()
 
 
-@pytest.mark.usefixtures("exact_interpreter")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("empty", [math.inf, -math.inf])
 def test_an_empty_part_is_the_identity_bit_for_bit(implementation, empty):
     outs, lses = torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2)

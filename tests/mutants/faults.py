@@ -700,6 +700,20 @@ FAULTS = [
         ("tests/kernels/test_extents.py",),
     ),
     Fault(
+        "kernels: auto takes what is not installed",
+        "_pick",
+        "entry.is_installed",
+        "True",
+        ("tests/kernels/test_contract.py", "-k", "auto"),
+    ),
+    Fault(
+        "plans: a cell shared once is shared for ever",
+        "CellNumbers.release",
+        "self.num_shared -= 1",
+        "pass",
+        ("tests/kernels/test_planner.py", "-k", "any_operations"),
+    ),
+    Fault(
         "plans: an interrupted step is remembered",
         "TreePlans.of",
         "self._known = None",

@@ -42,7 +42,11 @@ def flash_attn_varlen_func(
 
     Returns out [total_q, num_q_heads, head_dim], or (out, softmax_lse [num_q_heads, total_q], None) where
     return_attn_probs: the probabilities themselves are not built. Raises UnsupportedImplementation for dropout, a
-    window to the right, ALiBi slopes a sequence.
+    window to the right, ALiBi slopes a sequence. Cost: as `paged_attention`.
+
+    >>> q, kv, cu = torch.randn(5, 8, 64), torch.randn(5, 2, 64), torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> flash_attn_varlen_func(q, kv, kv, cu, cu, 3, 3, causal=True).shape
+    torch.Size([5, 8, 64])
     """
     _refuse(dropout_p != 0.0, "dropout_p", "attention here is for inference")
     causal, window = _window(causal, window_size)
@@ -99,7 +103,15 @@ def flash_attn_with_kvcache(
     (None: the whole cache); cache_batch_idx [batch], which cache row each sequence has (no block table then).
 
     Returns out [batch, seqlen_q, num_q_heads, head_dim], or (out, softmax_lse [batch, num_q_heads, seqlen_q]). Mutates
-    the caches where k is given. Raises UnsupportedImplementation for rotary embedding and left padding.
+    the caches where k is given. Raises UnsupportedImplementation for rotary embedding and left padding. Cost: as
+    `store_kv` and `paged_attention`.
+
+    >>> k_cache, v_cache = torch.randn(2, 2, 32, 2, 64)
+    >>> new = torch.randn(2, 1, 2, 64)
+    >>> flash_attn_with_kvcache(torch.randn(2, 1, 8, 64), k_cache, v_cache, new, new, cache_seqlens=7).shape
+    torch.Size([2, 1, 8, 64])
+    >>> torch.equal(k_cache[:, 7], new[:, 0])
+    True
     """
     _refuse(rotary_cos is not None or rotary_sin is not None, "rotary_cos", "apply the rotation before the call")
     _refuse(cache_leftpad is not None, "cache_leftpad", "point the block table at the first real token instead")

@@ -82,7 +82,14 @@ class _PagedWrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
-    """One new token a sequence."""
+    """One new token a sequence: FlashInfer's decode wrapper.
+
+    >>> wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+    >>> indptr, indices, last = torch.tensor([0, 2, 3]), torch.tensor([3, 0, 5]), torch.tensor([5, 9])
+    >>> wrapper.plan(indptr, indices, last, 8, 2, 64, 16, q_data_type=torch.float32)
+    >>> wrapper.run(torch.randn(2, 8, 64), torch.randn(8, 2, 16, 2, 64)).shape
+    torch.Size([2, 8, 64])
+    """
 
     def __init__(
         self,
@@ -153,7 +160,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
-    """Any number of new tokens a sequence."""
+    """Any number of new tokens a sequence: FlashInfer's prefill wrapper.
+
+    >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(None)
+    >>> indptr, indices, last = torch.tensor([0, 2, 3]), torch.tensor([3, 0, 5]), torch.tensor([5, 9])
+    >>> wrapper.plan(torch.tensor([0, 4, 7]), indptr, indices, last, 8, 2, 64, 16, causal=True)
+    >>> wrapper.run(torch.randn(7, 8, 64), torch.randn(8, 2, 16, 2, 64)).shape
+    torch.Size([7, 8, 64])
+    """
 
     def __init__(
         self,

@@ -4,7 +4,18 @@ In a run an item is (rows, its first j cells), or one later cell, because only t
 folded ahead. A long shared first item saves partial results; an early cut saves reading KV. Both are counted in cells
 of KV, and the cheaper is taken, node by node from the leaves of the run's tree to its roots.
 
-Arrays here are [num_runs, run_cells, num_seqs], sequences in the plan's order: an interval of sequences is a stretch.
+Three sequences and two runs of two cells each; equal letters are one item, which its sequences read together:
+
+             run 0     |  run 1
+    cell     0    1    |  2    3
+    seq 0    A    C    |                 reads run 0 only
+    seq 1    A    D    |  B    E         A and B are the first items of their runs: the runs are cut behind k = 0
+    seq 2    A    D    |  B    F         C to F are later cells, each an item of those sequences that share it
+
+Sequence 0 parts from the others in cell 1, so a first item of all three sequences can't be longer than cell 0. Cut
+behind cell 1 instead, run 0 would have two first items (of sequence 0, and of 1 and 2), and cell 0 would be read twice.
+
+Arrays here are [num_runs, run_cells, num_seqs], sequences in the plan's order: an interval of them is a stretch.
 """
 
 from __future__ import annotations
@@ -122,7 +133,7 @@ def choose_cuts(
     """Cuts every run of every sequence.
 
     Args:
-        same: [num_runs * run_cells, num_seqs] bool, contiguous; see `plan_cells.same_as_before`.
+        same: [num_runs * run_cells, num_seqs] bool, contiguous; see `cells.same_as_before`.
         first, last: [num_seqs] cells that the sequence reads.
         weight: [num_seqs] query rows (tokens) of the sequence.
         partial_cost: what one partial result of one query token costs, in cells of KV.
@@ -225,7 +236,7 @@ def _decide(
         depth = np.maximum(depth - k_first, 0)
         valid = (np.diff(depth, axis=0, prepend=0) > 0) & reads
     tree = memo.keep("tree", (shared, valid), lambda: _Tree.of(shared, valid))
-    # cells below a level: reading, shared out among those who share it, and partial results
+    # cells below a level: reading, divided among the sequences that share it, and partial results
     below = (depth[1:] - depth[:-1]) * memo.keep(
         "costs", (shared, weight), lambda: _costs(shared, weight, partial_cost)
     )

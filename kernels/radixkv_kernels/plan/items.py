@@ -2,6 +2,26 @@
 
 Rows are query tokens in the plan's order of sequences; *flat* rows count the query heads of a KV head too: flat row =
 row * group_size + head.
+
+The batch that `cuts.py` draws (three sequences of one row and one head each, two runs of two cells) comes out as
+
+    item    row  rows  first  last  slot       partials of each row, in the order of merging
+    A       0    3     0      1     0          row 0:  A0  C5
+    B       1    2     2      3     3          row 1:  A1  D6 | B3  E8
+    C       0    1     1      2     5          row 2:  A2  D7 | B4  F9
+    D       1    2     1      2     6
+    E       1    1     3      4     8          a letter is an item, a number the slot of the row's partial result;
+    F       2    1     3      4     9          | is where a run ends
+
+>>> table = np.array([[0, 5, -1, -1], [0, 1, 2, 3], [0, 1, 2, 4]])
+>>> plan = TreePlan.from_block_table(
+...     table, np.array([1500, 3600, 3500]), np.arange(4),
+...     block_size=1024, num_q_heads=1, num_kv_heads=1, cell_size=1024,
+... )
+>>> plan.work.items.tolist()
+[[0, 3, 0, 1, 0], [1, 2, 2, 3, 3], [0, 1, 1, 2, 5], [1, 2, 1, 2, 6], [1, 1, 3, 4, 8], [2, 1, 3, 4, 9]]
+>>> [part.tolist() for part in np.split(plan.work.row_slots, plan.work.row_base[1:-1])]
+[[0, 5], [1, 6, 3, 8], [2, 7, 4, 9]]
 """
 
 from __future__ import annotations

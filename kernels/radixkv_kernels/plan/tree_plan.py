@@ -1,10 +1,9 @@
 """What is shared by whom, as a work list for attention: the plan of tree attention.
 
 Made once a step (all layers use it), from block tables alone (`TreePlan.from_block_table`) or incrementally
-(`planner.TreePlanner`), and passed to `api.paged_attention(..., plan=...)`. A plan decides who computes a cell of KV
-and who reads it; results have the same bits with any plan, and without one. Ideas are from tree attention in DeFT
-(2404.00242), FastTree (MLSys 2025) and PAT (2511.22333); the cell rule that makes the cuts invisible is in
-`contract.py`.
+(`TreePlanner`), and passed to `api.paged_attention(..., plan=...)`. A plan decides which rows read which cells of KV
+together; results have the same bits with any plan, and without one. Ideas are from tree attention in DeFT (2404.00242),
+FastTree (MLSys 2025) and PAT (2511.22333); the cell rule that makes the cuts invisible is in `contract.py`.
 """
 
 from __future__ import annotations
@@ -81,6 +80,13 @@ class TreePlan:
 
         Raises ValueError naming the argument. O(num_seqs * max_blocks) where prefixes are shared, and a sort of
         num_seqs keys of one block id a cell.
+
+        >>> table = np.arange(80).reshape(2, 40)
+        >>> table[1, :32] = table[0, :32]  # 512 tokens, two cells
+        >>> lens, cu = np.array([530, 600]), np.array([0, 1, 2])
+        >>> plan = TreePlan.from_block_table(table, lens, cu, block_size=16, num_q_heads=8, num_kv_heads=2)
+        >>> plan.shares, plan.stats.num_logical_kv_tokens, plan.stats.num_kv_tokens_read
+        (True, 1130, 618)
         """
         config = PlanConfig(
             block_size,
@@ -113,10 +119,12 @@ class TreePlan:
 
     @property
     def num_seqs(self) -> int:
+        """Sequences of the batch."""
         return len(self.seq_lens)
 
     @property
     def num_items(self) -> int:
+        """Items of the work list."""
         return len(self.work.items)
 
     @property
@@ -164,6 +172,13 @@ class TreePlan:
         """Whether it is the plan of a batch of these lengths [num_seqs], [num_seqs + 1] too, of the same block tables.
 
         O(num_seqs).
+
+        >>> table, cu = np.arange(80).reshape(2, 40), np.array([0, 1, 2])
+        >>> plan = TreePlan.from_block_table(
+        ...     table, np.array([300, 310]), cu, block_size=16, num_q_heads=8, num_kv_heads=2
+        ... )
+        >>> plan.serves(np.array([301, 512]), cu), plan.serves(np.array([301, 513]), cu)
+        (True, False)
         """
         return np.array_equal(cu_seqlens_q, self.cu_seqlens_q) and self.extents.holds(seq_lens)
 

@@ -1,4 +1,4 @@
-"""Writes into the paged cache: new tokens, and rows of partly matching blocks. Called through this package."""
+"""Writes into the paged cache: new tokens, and rows of partly matching blocks."""
 
 from __future__ import annotations
 

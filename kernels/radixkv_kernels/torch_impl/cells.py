@@ -20,7 +20,7 @@ from ..row_rules import RowRule, Way, cancelling, normal, rule_of
 CELL_SIZE = 256
 """KV tokens of a cell."""
 HALF_CELL = CELL_SIZE // 2
-"""Enough to compute a cell whose later half nobody sees, where `CellMath.halves` allows it."""
+"""Enough to compute a cell whose later half no row sees, where `CellMath.halves` allows it."""
 RUN_CELLS = 8
 """Cells of a run."""
 ANY_ROWS = RowRule("attention off the CPU")
@@ -217,6 +217,10 @@ def attention_row_rule(
         dtype, head_dim: q's.
         v_head_dim: of the values; None: as q's.
         plain: without softcap, alibi_slopes and a k_scale that differs between heads.
+
+    >>> rule = attention_row_rule(torch.float32, 64)
+    >>> rule.padded(37) >= 37
+    True
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     return rule_of_cells(*_kernel(dtype, head_dim, v_head_dim, plain), head_dim, v_head_dim)[0]

@@ -1,4 +1,4 @@
-"""Many sequences with few rows each: decode, linear drafts, short chunks. Called by `attention.py`.
+"""Many sequences with few rows each: decode, linear drafts, short chunks.
 
 Work is a list of (sequence, cell) pairs of one run: gathered and computed a few at a time, whatever sequences they
 belong to, then folded cell after cell for all sequences at once.

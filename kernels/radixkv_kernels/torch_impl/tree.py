@@ -1,4 +1,4 @@
-"""Attention over the items of a plan: KV that several sequences share is read once. Called by `attention.py`.
+"""Attention over the items of a plan: KV that several sequences share is read once.
 
 Items are worked on like sequences in the plain path: those with few rows in batches (`narrow`), those with many alone
 (`wide`). Each leaves a state in its slots; then every row folds its states in the order that the plan lists. The cells,

@@ -1,4 +1,4 @@
-"""One sequence with many rows: prefill and long chunks. Called by `attention.py`.
+"""One sequence with many rows: prefill and long chunks.
 
 A run's KV is gathered once; tiles of rows then fold its cells while both are in the cache.
 """

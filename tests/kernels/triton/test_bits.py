@@ -15,16 +15,16 @@ from radixkv_kernels.triton_impl import attention
 from radixkv_kernels.triton_impl.config import Config
 from triton.runtime import interpreter
 
-from tests.kernels.triton.attention_problems import Problem
+from tests.kernels.problems import FP8, Shape, make
 from tests.sampling import few
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
 FEATURES = [
-    {"dtype": torch.float32, "group": 3},
-    {"dtype": torch.bfloat16, "group": 4, "sinks": True, "block_size": 3},
-    {"dtype": torch.float16, "group": 1, "window": 150, "softcap": 20.0, "block_size": 48},
-    {"dtype": torch.bfloat16, "group": 6, "fp8": True, "scales": "head", "num_kv_heads": 2},
+    {"dtype": torch.float32, "num_q_heads": 3},
+    {"dtype": torch.bfloat16, "num_q_heads": 4, "sinks": True, "block_size": 3},
+    {"dtype": torch.float16, "num_q_heads": 1, "window": 150, "softcap": 20.0, "block_size": 48},
+    {"dtype": torch.bfloat16, "num_q_heads": 12, "kv_dtype": FP8, "scales": "head", "num_kv_heads": 2},
 ]
 
 
@@ -34,11 +34,11 @@ def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if chosen["dtype"] == torch.float32:
         config = Config(64, 64, 64, 4, 2, "ieee")
         monkeypatch.setattr(triton_impl, "find_config", lambda spec, tensors: config)
-    return chosen
+    return {"num_kv_heads": 1, **chosen}
 
 
 def attend(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = paged_attention(**(call | {"out": None}), implementation="triton")
+    out, lse = paged_attention(**call, implementation="triton")
     return out, lse
 
 
@@ -71,8 +71,8 @@ def test_a_row_of_a_product_has_its_bits_at_any_place_of_a_tile(transposed: bool
 
 
 def test_alone_equals_batched_in_any_order(features: dict[str, Any]) -> None:
-    problem = Problem(seq_lens=(150, 1, 300, 64), q_lens=(1, 1, 5, 2), **features)
-    call = problem.build()
+    problem = Shape((1, 1, 5, 2), (150, 1, 300, 64), **features)
+    call = make(problem).call
     out, lse = attend(call)
     starts = [0, 1, 2, 7]
     for s in range(4):
@@ -94,7 +94,8 @@ def test_alone_equals_batched_in_any_order(features: dict[str, Any]) -> None:
 
 def test_whole_equals_chunked_and_cached_equals_new(features: dict[str, Any]) -> None:
     length = 150
-    call = Problem(seq_lens=(length,), q_lens=(length,), **(features | {"group": 2})).build()
+    heads = {"num_q_heads": 2 * features["num_kv_heads"]}
+    call = make(Shape((length,), (length,), **(features | heads))).call
     out, lse = attend(call)
     rng = random.Random(0)
     borders = [0, *sorted(rng.sample(range(1, length), 3)), length]
@@ -106,7 +107,7 @@ def test_whole_equals_chunked_and_cached_equals_new(features: dict[str, Any]) ->
 
 
 def test_number_of_programs_a_tile_changes_nothing(features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    call = Problem(seq_lens=(2500, 200), q_lens=(1, 2), **features).build()
+    call = make(Shape((1, 2), (2500, 200), **features)).call
     results = []
     for processors in (1, 6, 100):  # all folded by one program; by runs of 2,048; by single cells
         monkeypatch.setattr(attention, "num_processors", lambda device, n=processors: n)
@@ -116,10 +117,7 @@ def test_number_of_programs_a_tile_changes_nothing(features: dict[str, Any], mon
 
 
 def test_where_blocks_lie_and_how_they_are_listed_changes_nothing(features: dict[str, Any]) -> None:
-    problem = {"seq_lens": (200, 90), "q_lens": (2, 1)} | features
-    first = attend(Problem(**problem).build())
-    ragged = attend(Problem(**problem, ragged=True).build())
-    interleaved = attend(Problem(**problem, layout="interleaved").build())
-    hnd = attend(Problem(**problem, layout="hnd").build())
-    for out, lse in (ragged, interleaved, hnd):
+    first = attend(make(Shape((2, 1), (200, 90), **features)).call)
+    for change in ({"ragged": True}, {"layout": "interleaved"}, {"layout": "hnd"}):
+        out, lse = attend(make(Shape((2, 1), (200, 90), **features, **change)).call)
         assert torch.equal(out, first[0]) and torch.equal(lse, first[1])

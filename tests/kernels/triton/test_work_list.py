@@ -11,7 +11,7 @@ from radixkv_kernels.triton_impl.reduce_kernel import reduce_kernel
 from radixkv_kernels.triton_impl.variants import tile_constants
 from torch import Tensor
 
-from tests.kernels.triton.attention_problems import Problem
+from tests.kernels.problems import Shape, make
 
 pytestmark = pytest.mark.usefixtures("exact_interpreter")
 
@@ -27,9 +27,8 @@ def int32(values: list[int] | list[list[int]]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_programs", [1, 3])
 def test_a_shared_prefix_as_one_item_gives_the_bits_of_three(dtype: torch.dtype, num_programs: int) -> None:
-    call = Problem(
-        LENGTHS, (1, 1, 1), dtype=dtype, group=GROUP, num_kv_heads=HEADS, head_dim=DIM, block_size=BLOCK
-    ).build()
+    sizes = {"num_q_heads": GROUP * HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "block_size": BLOCK}
+    call = make(Shape((1, 1, 1), LENGTHS, dtype=dtype, **sizes)).call
     shared_blocks = SHARED_CELLS * 128 // BLOCK
     call["block_table"][1:, :shared_blocks] = call["block_table"][0, :shared_blocks]
     plain, plain_lse = paged_attention(**call, implementation="triton")
