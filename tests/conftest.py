@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples each time where a run must not depend on chance; elsewhere new ones are looked for.
 settings.register_profile("ci", derandomize=True)
-# One failure is enough to know, and nobody reads it (`make mutants`).
+# One failure is enough to know, and is not read (`make mutants`).
 settings.register_profile("mutants", derandomize=True, database=None, phases=[Phase.generate])
 if os.environ.get("CI"):
     settings.load_profile("ci")

@@ -55,7 +55,7 @@ class Chunk:
         token_ids: new ones.
         num_cached_tokens: of the prompt.
         finish_reason: None while it runs.
-        replica: who served it.
+        replica: the one that served it.
     """
 
     token_ids: list[int]
@@ -273,7 +273,7 @@ async def stream(
 ) -> AsyncIterator[Chunk]:
     """Serves one request, yielding its tokens as they come, each once.
 
-    A replica that dies takes nobody's answer with it: the request goes to another, and what came already is passed
+    A replica that dies takes no answer with it: the request goes to another, and what came already is passed
     over. So it must be repeatable: greedy, or with a seed; else what goes on may be another text.
 
     Args:

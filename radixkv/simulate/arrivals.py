@@ -105,7 +105,7 @@ class ClosedLoop:
     """Sessions: each request arrives when the one before it in its session has ended, so many sessions at once.
 
     Args:
-        requests: sessions are taken in the order of their first requests; who names none is a session by itself.
+        requests: sessions are taken in the order of their first requests; a request without one is a session by itself.
         num_open: sessions open at once; when one has ended, the next one begins.
         think_s: between an end and the next arrival.
 

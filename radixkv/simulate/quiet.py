@@ -1,6 +1,6 @@
 """Quiet steps: those in which every running sequence decodes and nothing else happens, passed over at once.
 
-No block is taken, published or let go in them, nothing waits and nobody ends, so nothing but lengths changes, and the
+No block is taken, published or released in them, no request waits or ends, so nothing but lengths changes, and the
 results are those of the same steps one by one. Few sequences have many quiet steps (a block's 16 tokens over their
 number plus one), hundreds have next to none, for one of them is always at a block's border.
 """

@@ -65,7 +65,7 @@ def measure_load(batch: ScheduledBatch, scheduler: Scheduler) -> StepLoad:
     if not decoding:
         num_blocks = 0
     elif not batch.copies and len(decoding) == len(scheduler.running):
-        # Nobody else pins anything, so what the cache has pinned is what these share or hold alone.
+        # Nothing else is pinned, so what the cache has pinned is what these sequences share or hold alone.
         num_blocks = scheduler.manager.cache.sizes.pinned + num_own_blocks
     else:
         num_blocks = _num_distinct(decoding, scheduler.manager.allocator.num_blocks or 0)

@@ -12,7 +12,7 @@ from radixkv.traces.synthetic import SyntheticConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(SyntheticConfig):
-    """A shared system prompt, then a question that nobody else asks; Poisson arrivals."""
+    """A shared system prompt, then a question of its own; Poisson arrivals."""
 
     num_requests: int = 1000
     num_system_prompts: int = 1

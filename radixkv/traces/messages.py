@@ -41,7 +41,7 @@ Parts = tuple[str | MediaPart, ...]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: who speaks, and text and media in order. Adjacent texts may be several parts.
+    """One message: its role, and text and media in order. Adjacent texts may be several parts.
 
     Attributes:
         attributes: what its head says besides the role, such as ` name=bob`.
@@ -175,7 +175,7 @@ def _text(holder: Fields, key: str) -> str:
 
 
 def _attributes(holder: Fields, *keys: str) -> str:
-    """Renders what tells messages apart besides who speaks and what is said."""
+    """Renders what tells messages apart besides their roles and texts."""
     texts = []
     for key in keys:
         value = holder.get(key)

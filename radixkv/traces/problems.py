@@ -25,7 +25,7 @@ class TraceError(ValueError):
 
 
 class BadRecord(ValueError):
-    """One record breaks its format; who knows file and line turns it into a TraceError."""
+    """One record breaks its format; the caller, which knows file and line, turns it into a TraceError."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class ReadCounts:
             self.unread[name].num_record_chars += num_record_chars
 
     def remarks(self) -> list[str]:
-        """Returns what whoever judges the requests must know, a line each; none where there is nothing to say."""
+        """Returns what a reader of results must know of the requests, a line each."""
         lines = []
         if self.num_bad:
             lines.append(f"{_are(self.num_bad, 'record')} not readable and left out, such as")

@@ -114,8 +114,8 @@ class Lines:
 class JsonArray:
     """The elements of a file that is one JSON array, each decoded when its turn comes.
 
-    After a syntax error nobody can say where the next element starts, so it ends the reading with a TraceError, whether
-    or not bad records are skipped.
+    After a syntax error it is not known where the next element starts, so it ends the reading with a TraceError,
+    whether or not bad records are skipped.
     """
 
     unit = "element"
@@ -253,7 +253,7 @@ def open_binary(path: Path) -> BinaryIO:
 
 @lru_cache(maxsize=8)
 def _unpacked(path: Path, mtime_ns: int, size_bytes: int) -> "tempfile._TemporaryFileWrapper[bytes]":
-    """Unpacks a gzip file, as records are read by their offsets; it goes when nobody knows it any more."""
+    """Unpacks a gzip file, as records are read by their offsets; it is deleted with the last reference."""
     unpacked = tempfile.NamedTemporaryFile()  # noqa: SIM115  it stays as long as this cache
     with gzip.open(path) as file:
         shutil.copyfileobj(file, unpacked, _BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""Caps of tenants: nobody evicts everyone, and the counts hold under random operations."""
+"""Caps of tenants: no tenant evicts all others, and the counts hold under random operations."""
 
 import random
 from functools import partial

@@ -40,7 +40,7 @@ def test_every_public_member_has_a_docstring(cache):
 
 
 def test_the_policy_that_the_docs_show_evicts_the_largest_leaf_first():
-    text = (Path(__file__).parents[2] / "docs/policies.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/adding_a_policy.md").read_text()
     names = {}
     exec(text.split("```python\n")[1].split("```")[0], names)
     cache = RadixCache(1, policy=names["Largest"]())

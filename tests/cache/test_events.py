@@ -198,7 +198,7 @@ def test_the_emitter_hashes_chains_by_parent_block(emitter, heard):
     ]
     assert heard[0][1].extra_keys == ((lora, ("mm", "x", 2)), (lora, ("mm", "x", -2)))
     assert heard[1][1].extra_keys == ((lora, ("cache_salt", "s", 1)),)
-    emitter.removed([5, 99])  # nobody was told of 99
+    emitter.removed([5, 99])  # no event told of 99
     emitter.cleared()
     assert heard[2:] == [(2, BlockRemoved((hashes[2],))), (3, AllBlocksCleared())]
 

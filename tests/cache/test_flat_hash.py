@@ -140,7 +140,7 @@ def test_a_digest_of_four_bits_serves_no_foreign_block_when_verified():
 
 
 def test_equal_tokens_after_a_collision_are_not_served():
-    """X and Z collide; Y was published after X. Whoever asks for Z, Y must not be given X's Y, which has the hash."""
+    """X and Z collide; Y was published after X. A request for Z, Y must not be given X's Y, which has the hash."""
     cache = FlatHashCache(4, digest_bits=1, verify=True)
     seed, bit = cache._hasher.seed, cache._hasher.digest
     x = (0, 0, 0, 0)

@@ -147,7 +147,7 @@ def test_signals_are_handled_as_before_afterwards(tmp_path):
                 os.kill(os.getpid(), signal.SIGTERM)
                 wait_for(lambda: False, "the signal")
             finally:
-                os.kill(os.getpid(), signal.SIGTERM)  # one who is impatient
+                os.kill(os.getpid(), signal.SIGTERM)  # an impatient user
                 os.kill(os.getpid(), signal.SIGINT)
                 undone.append(True)
         assert undone

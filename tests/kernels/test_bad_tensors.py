@@ -1,4 +1,4 @@
-"""Any tensor argument of the kernels replaced by what nobody should hand them: an error that names it, or the answer.
+"""Any tensor argument of the kernels replaced by what callers should not pass: an error that names it, or the answer.
 
 What is well formed all the same (another stride, an unused NaN) must give the very numbers of the well-formed call.
 """
@@ -83,7 +83,7 @@ def result(call, arguments):
 
 
 def same(a, b):
-    """Bit for bit; what nobody may read is NaN in both."""
+    """Bit for bit; what may not be read is NaN in both."""
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 

@@ -1,4 +1,4 @@
-"""Random shapes with random features against float64: what nobody thought of pairing."""
+"""Random shapes with random features against float64: pairs that no list has."""
 
 from __future__ import annotations
 

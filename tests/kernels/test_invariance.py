@@ -179,7 +179,7 @@ def test_two_calling_threads_share_no_scratch():
 @dtypes
 @pytest.mark.parametrize("variant", ["plain", "mha", "group of 7, window", "wide head"])
 def test_half_cells_have_the_bits_of_whole_ones(variant, dtype, monkeypatch):
-    """Where this machine's products allow it, a cell whose later half nobody sees is read and computed by half."""
+    """Where this machine's products allow it, a cell whose later half no row sees is read and computed by half."""
     lens = (1, 128, 129, 257, 300, 384, 385, 511, 512, 2049, 2176)
     problem = make(with_shape(BASE, **VARIANTS[variant], q_lens=(1,) * len(lens), seq_lens=lens, dtype=dtype))
     asked = []

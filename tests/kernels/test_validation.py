@@ -88,7 +88,7 @@ def test_ragged_lists(name, changes):
 def test_validate_false_skips_contents_and_true_is_the_default_on_the_cpu():
     problem = make(Shape(q_lens=(1,), seq_lens=(20,)))
     wrong = problem.kwargs["block_table"].clone()
-    wrong[0, -1] = 77  # behind the sequence: nobody reads it
+    wrong[0, -1] = 77  # behind the sequence: not read
     assert torch.equal(problem.run(block_table=wrong)[0], problem.run(validate=False)[0])
 
 

@@ -144,13 +144,13 @@ FAULTS = [
     ),
     # ---- resets
     Fault(
-        "who ran before a reset publishes after it (radix)",
+        "a lease from before a reset publishes after it (radix)",
         "RadixCache.reset",
         "not concerned.isdisjoint(kinds(lease.namespace))",
         "not concerned.isdisjoint(kinds(lease.namespace)) and False",
     ),
     Fault(
-        "who ran before a reset publishes after it (flat)",
+        "a lease from before a reset publishes after it (flat)",
         "FlatHashCache.reset",
         "not concerned.isdisjoint(kinds(lease.namespace))",
         "not concerned.isdisjoint(kinds(lease.namespace)) and False",
@@ -158,7 +158,7 @@ FAULTS = [
     Fault("a fork of a stale sequence publishes", "KVManager.fork", "lease.is_stale = is_stale", "", ISOLATION),
     Fault("what was removed becomes evictable", "RadixTree.unpin", "node.is_removed", "False"),
     Fault(
-        "a tenant's blocks survive his reset (flat)",
+        "a tenant's blocks survive its reset (flat)",
         "FlatHashCache.insert",
         "self._parts_of.keep(ids, cursor.parts, len(cursor.blocks))",
         "",
@@ -483,7 +483,7 @@ FAULTS = [
         "True",
         ("tests/experiments/test_compare.py", "-k", "model"),
     ),
-    # ---- the kernels' calls, and who calls them
+    # ---- the kernels' calls, and their callers
     Fault(
         "masks: a gap is computed over",
         "_intervals",

@@ -2,7 +2,8 @@
 
 Launched by `attention.py`, followed by `reduce_kernel.py`. A program loops over work items. An item is a tile of rows
 (query tokens x the query heads of one KV head), a half-open range of cells, and the partial it fills. The arithmetic is
-that of a cell at a time (see `numerics.py`): which items exist decides who computes a cell, never what comes out.
+that of a cell at a time (see `numerics.py`): which items exist decides which program computes a cell, never what comes
+out.
 
 Rows are flat: row f of a sequence is query token f // GROUP, head f % GROUP of the KV head, so any group size fills a
 tile. KV lanes that no row of the tile may see are not loaded (their blocks may be anything); lanes that only some rows

@@ -24,7 +24,7 @@ MAX_SPAN_TOKENS = 8192
 
 
 class Hold:
-    """That a replica holds all of a node: its last use, and the hashes of its blocks (none where nobody said)."""
+    """That a replica holds all of a node: its last use, and the hashes of its blocks (none where they are unknown)."""
 
     __slots__ = ("hashes", "used_s")
 
@@ -60,7 +60,7 @@ class Held:
 
 
 class FleetTree:
-    """Who holds what.
+    """Which replicas hold what.
 
     Args:
         block_size: tokens in a block.
@@ -150,7 +150,7 @@ class FleetTree:
         self._prune(node)
 
     def _prune(self, node: Node | None) -> None:
-        """Takes out a node that nobody holds and nothing hangs on, and what that leaves above it."""
+        """Removes a node without holders and children, and what that leaves above it."""
         while node is not None and node.parent is not None and not node.mask and not node.children:
             del node.parent.children[node.span[: self.width]]
             node = node.parent
@@ -231,7 +231,7 @@ class FleetTree:
                 _check(child.parent is node and child.span[: self.width] == first, "a child hangs where it belongs")
                 _check(child.start == node.start + len(node.span), "a child starts where its parent ends")
             nodes.extend(node.children.values())
-            _check(node.mask == sum(1 << slot for slot in node.holds), "the mask is who holds")
+            _check(node.mask == sum(1 << slot for slot in node.holds), "the mask is that of the holders")
             if node is self.root:
                 continue
             _check(bool(node.span) and len(node.span) % self.width == 0, "a span is whole blocks")

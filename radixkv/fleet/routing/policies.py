@@ -43,7 +43,7 @@ class RandomChoice(Router):
 
 
 class LeastLoaded(Router):
-    """Fewest tokens waiting to be computed; of equals, who has fewest requests, then who has computed least."""
+    """Fewest tokens waiting to be computed; of equals, fewest requests, then fewest tokens computed."""
 
     def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
         return min(self._open, key=_load), 0
@@ -127,7 +127,7 @@ class _Indexed(Router):
             self._heard_of.add(name)
 
     def _choose(self, key: bytes, namespace: Namespace | None, now_s: float) -> tuple[Replica, int]:
-        # Who is looked at costs more than who is forgotten, so not each time; a claim too long is a detour at most.
+        # Looking costs more than forgetting, so not each time; a claim too long is a detour at most.
         self._turn += 1
         if not self._in_flight or self._turn % EXPIRE_EVERY == 0:
             self._expire(now_s)
@@ -160,8 +160,8 @@ class CacheAware(_Indexed):
 
     The queues spread what comes faster than it is served; then others compute a hot prefix too, and all of them serve
     it. Past work spreads what comes slowly: a little of it counts everywhere, so that where nothing is cached, or the
-    same everywhere, who has done least comes first; and much of what a replica has done beyond the others, so that no
-    prefix, however long, pulls everything to one.
+    same everywhere, the replica that has done least comes first; and much of what a replica has done beyond the others,
+    so that no prefix, however long, pulls everything to one.
 
     Args:
         balance: weight of a token of past work against one to be computed now.
@@ -237,7 +237,7 @@ def _fill(matched: list[int], levels: list[tuple[int, int]]) -> None:
     everyone = (1 << len(matched)) - 1
     deeper = 0
     for num_tokens, mask in reversed(levels):
-        if mask & everyone == everyone:  # what all have, and nobody less
+        if mask & everyone == everyone:  # what all have
             matched[:] = [num_tokens if num < num_tokens else num for num in matched]
             return
         new = mask & ~deeper

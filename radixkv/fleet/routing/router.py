@@ -1,4 +1,4 @@
-"""Router: the base of all of them. Who is there, what has been sent to whom, and how much of it is to be computed.
+"""Router: the base of all of them. Which replicas there are, what was sent to each, what is left to compute.
 
     router = CacheAware(["a", "b"], block_size=16)
     assignment = router.route(token_ids, namespace)    # send it to assignment.replica

@@ -1,4 +1,4 @@
-"""A cache's events as numbered batches, and who follows them: gaps found, duplicates passed over, restarts noticed.
+"""A cache's events as numbered batches, and their followers: gaps are found, duplicates skipped, restarts noticed.
 
 `EventLog` stands beside a cache and is flushed after every step; `Follower` stands beside an index. What carries
 batches from one to the other may drop, double and reorder them: in this process a function call, else
@@ -45,7 +45,7 @@ class EventLog:
         self.next_number = 0
         self._cache = cache
         self._clock = clock
-        self._pending: list[Event] = [AllBlocksCleared()]  # whoever held this address before holds nothing now
+        self._pending: list[Event] = [AllBlocksCleared()]  # a replica that had this address before holds nothing now
         self._kept: deque[Numbered] = deque(maxlen=num_kept)
         self._last_s = float("-inf")
         self._unsubscribe = cache.subscribe(self._hear)

@@ -57,7 +57,7 @@ def encode(batch: EventBatch) -> bytes:
 
 
 def decode(payload: bytes) -> EventBatch:
-    """Reads a batch, whoever wrote it.
+    """Reads a batch of ours or vLLM's.
 
     Events of cache groups other than the first (models that mix kinds of attention) are left out: blocks of two groups
     have equal hashes, and prefixes are found by the first.

@@ -1,4 +1,4 @@
-"""The routers: who is chosen, what becomes of replicas that come and go, and the faults that routers have met."""
+"""The routers: which replica is chosen, replicas that come and go, and the faults that routers have met."""
 
 import random
 from collections import Counter

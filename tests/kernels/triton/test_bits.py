@@ -1,4 +1,4 @@
-"""torch.equal of Triton attention in the interpreter: who computes a cell, and with whom, never changes a result."""
+"""torch.equal of Triton attention in the interpreter: which program computes a cell never changes a result."""
 
 from __future__ import annotations
 

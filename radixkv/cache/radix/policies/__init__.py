@@ -1,7 +1,7 @@
 """The eviction policies, one a file: a file of this folder that holds a subclass of `Policy` is one of them.
 
-Options list it, the experiments measure it and the tests run on it because it is in POLICIES. docs/policies.md says how
-to write one.
+Options list it, the experiments measure it and the tests run on it because it is in POLICIES. docs/adding_a_policy.md
+says how to write one.
 
 >>> sorted(POLICIES)
 ['cost', 'fifo', 'lfu', 'lru', 'probation', 's3fifo', 'sieve']
