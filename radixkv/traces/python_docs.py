@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 
-# Types and modules that stay as they are, unlike `sys` and `builtins`, where test runners and shells put their own hooks.
+# Types and modules that stay as they are; into `sys` and `builtins` test runners and shells put their own hooks.
 _TYPES = (str, bytes, list, dict, set, int, float, memoryview, deque, OrderedDict, date, datetime, timedelta, Decimal)
 _OWNERS = (*_TYPES, io.StringIO, io.BufferedReader, io.TextIOWrapper, itertools, math, operator, time)
 _MIN_DOCUMENT_CHARS, _MAX_DOCUMENT_CHARS = 3_000, 25_000
