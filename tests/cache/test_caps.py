@@ -290,3 +290,20 @@ def test_of_a_tenant_over_its_cap_what_requests_wait_for_goes_last():
     assert cache.evict(cache.num_dead_blocks).tolist() == [32, 31, 30]
     assert watch.num_tokens == 2
     cache.check()
+
+
+@pytest.mark.parametrize("is_withdrawn", [False, True])
+def test_blocks_of_a_step_under_way_are_given_up_after_it_alone(is_withdrawn):
+    cache = RadixCache(1, tenant_caps=1)
+    lease = cache.acquire([], Salt("a"))
+    cache.insert(lease, [1, 2, 3], [10, 11, 12])
+    cache.release(lease)
+    assert cache.sizes == (0, 3) and cache.num_dead_blocks == 0
+    cache.check()
+    if is_withdrawn:
+        assert cache.withdraw().tolist() == [10, 11, 12]
+        assert cache.sizes == (0, 0)
+    else:
+        cache.commit()
+        assert cache.evict(cache.num_dead_blocks).tolist() == [12, 11]
+    cache.check()

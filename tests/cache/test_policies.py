@@ -263,3 +263,22 @@ def test_a_scan_does_not_push_out_what_is_used_again(name):
         return held
 
     assert kept(name) > kept("lru")
+
+
+def test_the_hand_of_sieve_does_not_turn_back_for_what_becomes_a_leaf_behind_it():
+    cache = RadixCache(1, policy="sieve")
+
+    def put(tokens, block):
+        lease = cache.acquire(tokens)
+        rest = tokens[lease.num_tokens :]
+        cache.insert(lease, rest, range(block, block + len(rest)))
+        cache.commit()
+        cache.release(lease)
+
+    put([1], 0)
+    put([1, 2], 10)
+    put([1, 2], 10)  # a use
+    put([7], 20)
+    put([7], 20)
+    # All are visited. In its second pass the hand finds [1] with a child, evicts that, and goes on to [7].
+    assert cache.evict(3).tolist() == [10, 20, 0]

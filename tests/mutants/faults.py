@@ -70,7 +70,7 @@ FAULTS = [
     ),
     Fault(
         "a fuller block does not replace a partial block",
-        "RadixTree._append",
+        "RadixTree.append",
         "if node.children:\n    self._replace_partial_block(node.partial_block_before(span))",
         "",
     ),
@@ -156,7 +156,12 @@ FAULTS = [
         "not concerned.isdisjoint(kinds(lease.namespace)) and False",
     ),
     Fault("a fork of a stale sequence publishes", "KVManager.fork", "lease.is_stale = is_stale", "", ISOLATION),
-    Fault("what was removed becomes evictable", "RadixTree.unpin", "node.is_removed", "False"),
+    Fault(
+        "what was removed becomes evictable",
+        "RadixTree.unpin",
+        "self.dead_blocks += unpack(node.blocks).tolist()\nself._detach(node)",
+        "self.queue(node)",
+    ),
     Fault(
         "a tenant's blocks survive its reset (flat)",
         "FlatHashCache.insert",

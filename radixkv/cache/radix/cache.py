@@ -166,7 +166,7 @@ class RadixCache:
         if namespace is not None:
             key = self._interner.mark(key, namespace, add=False)
         is_plain = namespace is None
-        node, at, _, child, num_common = self.tree.match(self.tree.root, key, 0, is_plain)
+        node, at, _, child, num_common = self.tree.walk(self.tree.root, key, 0, is_plain, False)
         num_tokens = at // TOKEN_BYTES
         if child is not None:
             num_whole = num_common // self.block_size * self.block_size
@@ -201,7 +201,7 @@ class RadixCache:
             key = self._interner.mark(key, namespace, add=False)
         tree = self.tree
         is_plain = namespace is None
-        node, at, found = tree.walk(tree.root, key, is_plain)
+        node, at, found, _, _ = tree.walk(tree.root, key, 0, is_plain, True)
         tree.pin(node)
         lease = Lease(node, at // TOKEN_BYTES, found, namespace)
         if self.partial_blocks and at < len(key):
@@ -235,7 +235,7 @@ class RadixCache:
         key = self._key(lease, token_ids, add=False)
         if lease.is_stale:
             return NO_BLOCKS
-        node, at, found = self.tree.walk(lease.cursor, key, lease.namespace is None)
+        node, at, found, _, _ = self.tree.walk(lease.cursor, key, 0, lease.namespace is None, True)
         self._move(lease, node, at)
         return _joined(found)
 
@@ -309,7 +309,7 @@ class RadixCache:
             raise ValueError(f"token_ids: expected ids >= 0, got {unpack(key).min()}")
         if self.owner is None:
             self._check_new(unpack(blocks).tolist())
-        node, at, found = tree.walk(lease.cursor, key, is_plain)
+        node, at, found, _, _ = tree.walk(lease.cursor, key, 0, is_plain, True)
         if at:
             self._move(lease, node, at)
         if at < end:

@@ -66,17 +66,21 @@ class RadixTree:
 
     # ---- matching
 
-    def match(self, node: Node, key: bytes, at: int, is_plain: bool) -> tuple[Node, int, list[bytes], Node | None, int]:
-        """Goes down from the end of a node as far as whole spans agree with a key. Changes nothing.
+    def walk(
+        self, node: Node, key: bytes, at: int, is_plain: bool, is_split: bool
+    ) -> tuple[Node, int, list[bytes], Node | None, int]:
+        """Goes down from the end of a node as far as a key agrees with whole spans, or with whole blocks.
 
         Args:
-            key: from position 0 of the request, or of the node that the match goes on from.
+            key: packed tokens, from position 0 of the request, or from the end of `node` on.
             at: byte of the key at the node's end.
             is_plain: the key is a caller's own tokens, and must not meet an interned id, whatever numbers it holds.
+            is_split: whether to split a span of which some whole blocks agree, and to go to the end of these. Without,
+                nothing is changed.
 
         Returns:
-            The last node of which all agrees, the byte of the key at its end, the packed blocks of each node passed;
-            and the child of which only a part agrees, with the number of its tokens that do, or None and 0.
+            The node reached, the byte of the key at its end, the packed blocks of each node passed; and, where a span
+            that is not split agrees in part, its node and the number of tokens that agree, else None and 0.
 
         Cost: a memcmp of the match, and O(nodes passed).
         """
@@ -94,22 +98,15 @@ class RadixTree:
                 found.append(child.blocks)
                 node = child
                 continue
-            return node, at, found, child, child.num_common_tokens(key, at, is_plain)
+            num_common = child.num_common_tokens(key, at, is_plain)
+            if not is_split:
+                return node, at, found, child, num_common
+            if num_common >= self.block_size:
+                node = self.split(child, num_common // self.block_size * width)
+                at += len(node.span)
+                found.append(node.blocks)
+            break
         return node, at, found, None, 0
-
-    def walk(self, node: Node, key: bytes, is_plain: bool) -> tuple[Node, int, list[bytes]]:
-        """Goes down as far as whole blocks of the key agree, splitting where they end inside a span.
-
-        Returns the node reached, the bytes of the key matched, and the packed blocks of each node passed.
-        """
-        node, at, found, child, num_common = self.match(node, key, 0, is_plain)
-        if num_common >= self.block_size:
-            assert child is not None
-            whole = num_common // self.block_size * self.width
-            node = self.split(child, whole)
-            at += whole
-            found.append(node.blocks)
-        return node, at, found
 
     def split(self, node: Node, at: int) -> Node:
         """Cuts a node after `at` bytes of its span; returns the new upper half. The node stays the lower half."""
@@ -199,15 +196,15 @@ class RadixTree:
                 node.last_use = last_use
             elif parent.last_use < node.last_use:
                 parent.last_use = node.last_use
-            if node.is_removed:
-                self.dead_blocks += unpack(node.blocks).tolist()
-                self._detach(node)
-            else:
-                if not node.children:
+            if not node.children:
+                if node.is_removed:
+                    self.dead_blocks += unpack(node.blocks).tolist()
+                    self._detach(node)
+                else:
                     self.queue(node)
-                if observers:
-                    for observer in observers:
-                        observer.unpinned(node)
+            if observers and not node.is_removed:
+                for observer in observers:
+                    observer.unpinned(node)
             node = parent
 
     def _touch(self, node: Node | None, tick: int) -> None:
@@ -248,13 +245,7 @@ class RadixTree:
         """Puts whole blocks after a node, where no child begins with them; returns the node that ends with them."""
         self.num_blocks += len(blocks) // BLOCK_ID_BYTES
         self.num_pinned += len(blocks) // BLOCK_ID_BYTES
-        num_bytes = len(node.span)
-        last = self._append(node, span, blocks, is_plain)
-        for observer in self.observers:
-            observer.grew(node, num_bytes, span[: self.width])
-        return last
-
-    def _append(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> Node:
+        grown, num_bytes, added = node, len(node.span), span
         if node.children:
             self._replace_partial_block(node.partial_block_before(span))
         is_alone = node.pins == 1 and not node.children and node is not self.root
@@ -269,6 +260,8 @@ class RadixTree:
             child.num_uncommitted = child.num_blocks
             self.uncommitted[child] = None
             node, span, blocks = child, span[step * self.width :], blocks[step * BLOCK_ID_BYTES :]
+        for observer in self.observers:
+            observer.grew(grown, num_bytes, added[: self.width])
         return node
 
     def _extend(self, node: Node, span: bytes, blocks: bytes, is_plain: bool) -> None:

@@ -62,7 +62,7 @@ class TreeWatches(TreeObserver):
 
     def _match(self, watch: Watch, node: Node, at: int) -> tuple[Node, int]:
         """Goes on from the end of a node, at byte `at`; returns where the match ends, and the bytes matched."""
-        node, at, _, child, num_common = self._tree.match(node, watch.key, at, watch.is_plain)
+        node, at, _, child, num_common = self._tree.walk(node, watch.key, at, watch.is_plain, False)
         if child is not None and num_common >= self._tree.block_size:
             return child, at + num_common // self._tree.block_size * self._tree.width
         return node, at
