@@ -34,7 +34,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("cache_outputs", [False, True], ids=["in", "io"])
-@pytest.mark.parametrize("name", few(sorted(TEXT_TRACES, key=lambda name: TEXT_TRACES[name][0]), 3))
+@pytest.mark.parametrize("name", few(sorted(TEXT_TRACES, key=lambda name: TEXT_TRACES[name][0]), 2))
 def test_hits_of_an_infinite_cache(name, cache_outputs):
     size, hits_in, hits_io = TEXT_TRACES[name]
     replays = {config: Replay(config, cache_outputs=cache_outputs) for config in CONFIGS}

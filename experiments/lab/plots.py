@@ -4,15 +4,14 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.lab.harness import Row, grouped
 
-try:
-    import matplotlib
+if TYPE_CHECKING:
     from matplotlib.figure import Figure
-except ImportError as error:
-    raise ImportError(f"the experiments need {error.name}: pip install 'radixkv[experiments]'") from error
+else:
+    Figure = Any  # matplotlib is imported for a picture alone, as that takes most of a second
 
 _is_dark = False
 
@@ -30,6 +29,10 @@ def dark_plots() -> Iterator[None]:
 
 def pyplot() -> Any:
     """Returns matplotlib's pyplot, without a display, in this package's look."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(f"the experiments need {error.name}: pip install 'radixkv[experiments]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

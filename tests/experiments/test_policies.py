@@ -66,6 +66,7 @@ def test_rows_of_other_policies_than_todays_are_shown(change):
     assert ("the past, other" if change == "a policy more" else "the past, lfu") in eviction.answer(data)
 
 
+@pytest.mark.slow
 def test_rows_of_other_orders_than_todays_are_shown(tmp_path, monkeypatch):
     cache_aware_scheduling.main(["--smoke", "--out", str(tmp_path)])
     data = json.loads((tmp_path / "cache_aware_scheduling.json").read_text())

@@ -69,7 +69,7 @@ def shape_of(row: dict, seed: int) -> Shape:
     )
 
 
-@pytest.mark.parametrize("index", few(range(len(ROWS)), 8))
+@pytest.mark.parametrize("index", few(range(len(ROWS)), 5))
 def test_every_pair_of_features(index, implementation, monkeypatch):
     monkeypatch.setattr(attention, "num_processors", lambda device: ROWS[index]["processors"])
     check(make(shape_of(ROWS[index], index)), implementation)

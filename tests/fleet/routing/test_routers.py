@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from experiments.route_cost import run as route_cost
+from experiments import route_cost
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
 from radixkv.cache.events import AllBlocksCleared
@@ -256,6 +256,6 @@ def test_a_replica_that_is_gone_is_out_of_the_index():
 
 @pytest.mark.slow
 def test_a_decision_costs_little_at_64_replicas_and_a_million_blocks():
-    row = route_cost(64, 1_000_000, 500)
+    (row,) = route_cost.measure(route_cost.Config(num_requests=500), 64, 1_000_000)
     assert row["match_p50_us"] <= 50
     assert row["route_p50_us"] <= 100  # costs and bookkeeping of 64 replicas besides
