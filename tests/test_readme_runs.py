@@ -75,6 +75,7 @@ RULES = (
         "python -m radixkv_kernels.triton_impl.tuner --help",
         "a table takes five minutes, and would be written into the package",
     ),
+    Rule(r"python -m pytest( tests/\S+)+", "python -m pytest -q tests/test_names.py", "they are tests of this suite"),
     Rule(r"pip install (\.|'\.\[(\w+)\]')", None, "make has installed it; the extra has to exist"),
 )
 # Blocks that show what a command prints begin so; theirs are not commands.
