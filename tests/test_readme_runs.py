@@ -79,7 +79,7 @@ RULES = (
     Rule(r"pip install (\.|'\.\[(\w+)\]')", None, "make has installed it; the extra has to exist"),
 )
 # Blocks that show what a command prints begin so; theirs are not commands.
-SHOWN = ("embedded: 2,022 requests",)
+SHOWN = ("embedded: 2,022 requests", "radixkv/")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:

@@ -20,9 +20,13 @@ def interrupt():
 
 @pytest.fixture(autouse=True)
 def handlers_are_as_before():
-    before = signal.getsignal(signal.SIGINT)
+    # A job in the background of a shell starts with the signal ignored; these tests are of Python's own handler.
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
+    try:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, outside)
 
 
 def test_held_until_the_block_ends():
