@@ -172,11 +172,9 @@ def _beside_each_other(cells: Sequence[Cell]) -> Generator[tuple[str, list[Row]]
             for future in as_completed(names):
                 yield names[future], future.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.kill()
-                process.join()
-            raise
+            raise  # a pool that lost a process is broken: leaving it drops what waits and joins the dead
 
 
 def _be_a_worker() -> None:
