@@ -441,24 +441,26 @@ class Scheduler:
         """Gives a token to each that decodes; returns how many tokens are left, and those that still prefill."""
         prefills = []
         stride, step, block_size = self._stride, self._step, self.block_size
+        batch, items = self.batch, self._items  # this loop runs for each sequence in each step
         for running in list(self.running):
-            sequence, blocks = running.sequence, running.blocks
+            sequence = running.sequence
             end = sequence.num_tokens
             if end - running.num_computed != 1:
                 prefills.append(running)
                 continue
             if sequence.running is None or not budget:  # preempted just now
                 continue
+            blocks, start = running.blocks, end - 1
             if end > len(blocks.block_table) * block_size and not self._grow_decode(running, end):
                 continue
-            write_start = self._publish(running, end - 1, end) if end % stride == 0 else end - 1
+            write_start = start if end % stride else self._publish(running, start, end)
             budget -= 1
-            running.step, running.target = step, end
-            self.batch.append(running)
-            self._items.append(
-                ScheduledSequence(
-                    sequence.sequence_id, sequence.token_ids, end - 1, end, write_start, blocks.block_table, True
-                )
+            running.step = step
+            running.target = end
+            batch.append(running)
+            table = blocks.block_table
+            items.append(
+                ScheduledSequence(sequence.sequence_id, sequence.token_ids, start, end, write_start, table, True)
             )
         return budget, prefills
 
