@@ -17,6 +17,7 @@ from torch import Tensor
 
 from radixkv.blocks.kv_manager import BlockCopy
 from radixkv.engine.model.config import ModelConfig
+from radixkv.engine.model.row_linear import Product
 from radixkv.engine.model.transformer import Decoder, ForwardInput
 from radixkv.engine.model.weights import Model
 from radixkv.engine.tree_plans import TreePlans
@@ -84,9 +85,9 @@ class Runner:
         """Whether a row's bits are the same in every batch."""
         return self._decoder.deterministic
 
-    def linear_shapes(self) -> list[tuple[int, int, torch.dtype, bool]]:
-        """(in, out, dtype, whether there is a bias) of every product with weights, each once."""
-        return self._decoder.linear_shapes()
+    def products(self) -> list[Product]:
+        """Every kind of product with weights, each once."""
+        return self._decoder.products()
 
     @property
     def kv_bytes_per_block(self) -> int:

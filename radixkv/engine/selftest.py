@@ -16,7 +16,7 @@ from radixkv_kernels.row_rules import cancelling, measured, normal
 
 from radixkv.blocks.config import CacheConfig
 from radixkv.engine.engine import Engine
-from radixkv.engine.model.row_linear import linear
+from radixkv.engine.model.row_linear import Product, linear, packed
 from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import SchedulerConfig
 from radixkv.scheduling.sequence import Sequence
@@ -65,11 +65,8 @@ def compare(
     return num_rows, sum(generation.num_cached_tokens for generation in generations)
 
 
-def compare_rows(shape: tuple[int, int, torch.dtype, bool], seed: int) -> int:
+def compare_rows(product: Product, seed: int) -> int:
     """Rows of one product on the CPU in batches of random sizes, against the same rows four at a time.
-
-    Args:
-        shape: (in, out, dtype, whether there is a bias).
 
     Returns:
         How many rows were compared.
@@ -77,13 +74,15 @@ def compare_rows(shape: tuple[int, int, torch.dtype, bool], seed: int) -> int:
     Raises:
         AssertionError: two differ.
     """
-    size_in, size_out, dtype, biased = shape
+    size_in, size_out, dtype, is_biased, _ = product
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     x, weight = cancelling(size_out, size_in, dtype=dtype, seed=seed)
     most = 640 if size_in * size_out < 1 << 23 else 96
     rows = normal(gen, most, size_in, dtype=dtype)
     rows[::2] = x
-    bias = normal(gen, size_out, dtype=dtype) if biased else None
+    bias = normal(gen, size_out, dtype=dtype) if is_biased else None
+    if product.is_packed:
+        weight = packed(weight)
     expected = torch.cat([linear(part, weight, bias) for part in rows.split(4)])
     num_rows = 0
     for _ in range(6):
@@ -92,7 +91,7 @@ def compare_rows(shape: tuple[int, int, torch.dtype, bool], seed: int) -> int:
         num_rows += count
         if not torch.equal(linear(rows[chosen], weight, bias), expected[chosen]):
             threads = torch.get_num_threads()
-            raise AssertionError(f"linear {size_in} -> {size_out}, {dtype}, {threads} threads: {count} rows differ")
+            raise AssertionError(f"{product}, {threads} threads: {count} rows differ")
     return num_rows
 
 
@@ -144,7 +143,7 @@ def main() -> None:
 def _run(model: str, dtype: torch.dtype, device: str | None, runs: int, threads: str) -> None:
     engine, _ = _engine(model, "null", 512, dtype, device)
     if engine.runner.device.type == "cpu":
-        rows = sum(compare_rows(shape, seed) for shape in engine.runner.linear_shapes() for seed in range(runs))
+        rows = sum(compare_rows(product, seed) for product in engine.runner.products() for seed in range(runs))
         print(f"{threads}, linear layers: {rows} rows equal bit for bit")
     for cache in ("flat_hash", "radix"):
         num_rows = num_cached = 0

@@ -45,12 +45,14 @@ class PlainArithmetic:
     """torch's own operations on as many rows as there are."""
 
     def prepared(self, weights: ModelWeights) -> ModelWeights:
-        """The same tensors."""
-        return weights
+        """On a CPU that has a product with packed weights, copies in that layout; else the same tensors."""
+        if weights.embedding.device.type != "cpu" or not row_linear.packs(weights.embedding.dtype):
+            return weights
+        return weights.with_products(lambda weight, _: row_linear.packed(weight))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """One product of all rows."""
-        return F.linear(x, weight, bias)
+        return row_linear.product(x, weight, bias)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """torch's silu or GELU of all rows."""
@@ -64,8 +66,12 @@ class InvariantArithmetic:
     """A row's bits are the same in every batch, at every place in it."""
 
     def prepared(self, weights: ModelWeights) -> ModelWeights:
-        """On a CPU, copies that begin where a row of a product expects it; else the same tensors."""
-        return weights.mapped(row_linear.aligned) if weights.embedding.device.type == "cpu" else weights
+        """On a CPU, copies: packed where rows of such products keep their bits, else beginning where a product expects
+        it. Elsewhere the same tensors.
+        """
+        if weights.embedding.device.type != "cpu":
+            return weights
+        return weights.mapped(row_linear.aligned).with_products(_packed_by_rule)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Products of as many rows as were measured to keep bits; on a GPU, of 128."""
@@ -88,6 +94,12 @@ class InvariantArithmetic:
         else:
             active = 0.5 * gate * (1 + torch.erf(gate * math.sqrt(0.5)))
         return (active * up).to(gate_up.dtype)
+
+
+def _packed_by_rule(weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = row_linear.Product.of(weight, bias)._replace(is_packed=True)
+    is_better = row_linear.packs(weight.dtype) and row_linear.linear_rule(product).holds
+    return row_linear.packed(weight) if is_better else weight
 
 
 def _by_exp(x: Tensor, z: Tensor) -> Tensor:

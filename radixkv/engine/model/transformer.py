@@ -20,7 +20,7 @@ from torch import Tensor
 
 from radixkv.engine.model.layers import Arithmetic, InvariantArithmetic, PlainArithmetic, rms_norm
 from radixkv.engine.model.rope import rope_table, rotate
-from radixkv.engine.model.row_linear import linear_rule
+from radixkv.engine.model.row_linear import Product, linear_rule
 from radixkv.engine.model.weights import LayerWeights, Model
 
 _log = logging.getLogger("radixkv")
@@ -85,20 +85,19 @@ class Decoder:
         if not self.deterministic or self.weights.embedding.device.type != "cpu" or settings() == self._checked:
             return
         began, known = time.perf_counter(), len(measured())
-        for shape in self.linear_shapes():
-            linear_rule(*shape).require()
+        for product in self.products():
+            linear_rule(product).require()
         attention_row_rule(self.weights.embedding.dtype, self.config.head_dim).require()
         self._checked = settings()
         _log.info("rules of rows: %d measured in %.2f s", len(measured()) - known, time.perf_counter() - began)
 
-    def linear_shapes(self) -> list[tuple[int, int, torch.dtype, bool]]:
-        """(in, out, dtype, whether there is a bias) of every product with weights, each once."""
-        products: list[tuple[Tensor, Tensor | None]] = [(self.weights.head, None)]
+    def products(self) -> list[Product]:
+        """Every kind of product with weights, each once."""
+        found = {Product.of(self.weights.head, None)}
         for layer in self.weights.layers:
-            products += [(layer.qkv, layer.qkv_bias), (layer.o, layer.o_bias)]
-            products += [(layer.gate_up, layer.gate_up_bias), (layer.down, layer.down_bias)]
-        shapes = {(w.shape[1], w.shape[0], w.dtype, bias is not None) for w, bias in products}
-        return sorted(shapes, key=str)
+            found |= {Product.of(layer.qkv, layer.qkv_bias), Product.of(layer.o, layer.o_bias)}
+            found |= {Product.of(layer.gate_up, layer.gate_up_bias), Product.of(layer.down, layer.down_bias)}
+        return sorted(found, key=str)
 
     def forward(self, step: ForwardInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Computes all rows, writes their KV, and returns the wanted logits.

@@ -7,7 +7,7 @@ Query, key and value weights are stored as one matrix, gate and up weights as an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,22 @@ class ModelWeights:
         head = embedding if self.head is self.embedding else change(self.head)
         layers = tuple(_mapped(layer, change) for layer in self.layers)
         return ModelWeights(embedding, layers, change(self.norm), head)
+
+    def with_products(self, change: Callable[[Tensor, Tensor | None], Tensor]) -> ModelWeights:
+        """`change(weight, bias)` of every matrix that rows are multiplied with; a head that is the embedding too, which
+        then are two.
+        """
+        layers = tuple(
+            replace(
+                layer,
+                qkv=change(layer.qkv, layer.qkv_bias),
+                o=change(layer.o, layer.o_bias),
+                gate_up=change(layer.gate_up, layer.gate_up_bias),
+                down=change(layer.down, layer.down_bias),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, head=change(self.head, None))
 
 
 @dataclass(frozen=True, slots=True)

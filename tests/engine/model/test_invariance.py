@@ -98,12 +98,13 @@ def test_the_number_of_threads_does_not_break_it(threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("size_in", "size_out"), few([(576, 960), (65, 7), (1536, 576), (172, 64), (64, 512), (880, 384)], 2)
 )
-def test_rows_of_linear_layers(size_in, size_out, dtype, biased, threads):
+def test_rows_of_linear_layers(size_in, size_out, dtype, biased, is_packed, threads):
     """Rows at any place among any number of rows have the bits that they have four at a time.
 
     Half of them have an exact product of zero, so that what remains is the order of adding.
@@ -113,6 +114,10 @@ def test_rows_of_linear_layers(size_in, size_out, dtype, biased, threads):
     x = torch.randn(1056, size_in).to(dtype)
     x[::2] = x0
     bias = torch.randn(size_out).to(dtype) if biased else None
+    if is_packed:
+        if not row_linear.packs(dtype):
+            pytest.skip(f"no packed weights of {dtype} on this CPU")
+        weight = row_linear.packed(weight)
     arithmetic = InvariantArithmetic()
     torch.set_num_threads(threads)  # the fixture of the package sets it back
     try:
@@ -159,14 +164,45 @@ def test_attention_without_a_rule_is_refused_too(monkeypatch):
         runner_of(model)
 
 
-def test_weights_begin_at_aligned_addresses():
+def test_weights_begin_at_aligned_addresses(monkeypatch):
     """As in the trial: some libraries choose by it."""
+    monkeypatch.setattr(row_linear, "packs", lambda dtype: False)
     model = model_of("tiny_gpt", torch.float32)
     odd = model.weights.mapped(lambda w: torch.cat((w.new_zeros(1), w.flatten()))[1:].view(w.shape))
     weights = Decoder(Model(model.config, odd), deterministic=True).weights
     for tensor in (weights.head, *(getattr(weights.layers[0], name) for name in ("qkv", "o", "gate_up", "down"))):
         assert tensor.data_ptr() % row_linear.ALIGNMENT == 0
     assert weights.head is weights.embedding or not model.config.tied_embeddings
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_weights_are_packed_where_rows_keep_their_bits(deterministic, monkeypatch):
+    """Packed products give what plain ones give, but for rounding, and leave the embedding and the caller's alone."""
+    model, prompt = model_of("tiny_gpt", torch.float32), tokens(9, 0)
+    if not row_linear.packs(torch.float32):
+        pytest.skip("no packed weights on this CPU")
+    before = model.weights.layers[0].qkv.clone()
+    runner = runner_of(model, deterministic=deterministic)
+    assert all(product.is_packed for product in runner.products())
+    got = every_row(runner, prompt)
+    assert torch.equal(model.weights.layers[0].qkv, before)
+    monkeypatch.setattr(row_linear, "packs", lambda dtype: False)
+    plain = runner_of(model, deterministic=deterministic)
+    assert not any(product.is_packed for product in plain.products())
+    want = every_row(plain, prompt)
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def test_weights_stay_as_they_are_where_packed_rows_differ(monkeypatch):
+    """The rule of packed products does not hold, the others do."""
+    monkeypatch.setattr(row_rules, "_rules", {})
+
+    def product(x, weight, bias):
+        return x.new_ones(weight.shape[0]) * torch.arange(float(len(x)))[:, None]
+
+    monkeypatch.setattr(row_linear, "_PACKED_WAYS", (product,))
+    runner = runner_of(model_of("tiny_gpt", torch.float32))
+    assert not any(product.is_packed for product in runner.products())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
