@@ -188,6 +188,14 @@ class WorkList:
     shared: np.ndarray
     """[num_rows] bool: some item has rows of this row's sequence and of another."""
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All eight."""
+        return (
+            self.items, self.row_token, self.row_seq, self.row_base, self.row_slots, self.slot_cells, self.groups,
+            self.shared,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class PlanTensors:

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from .row_rules import RowRule, measured
-from .torch_impl.cells import CELL_SIZE, CellMath, RowBounds, cell_partials, rule_of_cells, scores_cancel, values_cancel
+from .torch_impl.cells import (
+    CELL_SIZE,
+    CellMath,
+    RowBounds,
+    View,
+    cell_partials,
+    rule_of_cells,
+    scores_cancel,
+    values_cancel,
+)
 
 ROWS = (*range(1, 38), 60, 64, 68, 128, 192, 196, 256, 508, 768, 772, 1024)
 """Numbers of rows that are asked for; the rule pads and cuts them."""
@@ -65,13 +74,14 @@ def _differences(rule: RowRule, dtype: torch.dtype, fused: bool, head_dim: int, 
         lo = torch.zeros(1, widest, dtype=torch.int64)
         bounds = RowBounds(lo, lo + CELL_SIZE, lo)
         math = CellMath(fused, False, dtype, scale, None, softcap, None, rule)
-        want = cell_partials(math, rows, keys, values, lo[:, 0], bounds, False)
+        want = cell_partials(math, rows, keys, values, View.of(math, lo[:, 0], bounds, CELL_SIZE, False))
         for count in ROWS:
             part = slice(FIRST, FIRST + rule.padded(count))
             if part.stop > widest:
                 continue
             for masked in (False, True):
-                got = cell_partials(math, rows[:, :, part].clone(), keys, values, lo[:, 0], bounds[:, part], masked)
+                view = View.of(math, lo[:, 0], bounds[:, part], CELL_SIZE, masked)
+                got = cell_partials(math, rows[:, :, part].clone(), keys, values, view)
                 if not _equal(got, want, part):
                     yield Difference(dtype, fused, head_dim, count, masked, torch.get_num_threads())
 

@@ -52,8 +52,8 @@ def tree_attention(
             f"plan: expected tile_rows of at least the group size {spec.group_size}, got {config.tile_rows}"
         )
     with _exact(tensors.q.device):
-        job = Job.of(spec, tensors, out, lse, thread_workspace())
         work = plan.host()
+        job = Job.of(spec, tensors, out, lse, thread_workspace(), work)
         if work.shared.any():
             attend_shared(job, work)
             sharers = np.zeros(tensors.num_seqs, dtype=bool)
@@ -69,7 +69,7 @@ def _exact(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _attend(job: Job, skip: np.ndarray | None) -> None:
-    narrow, wide = split(job, skip)
+    narrow, wide = job.layout.part("split", lambda: split(job, skip))
     for tokens, seqs in narrow:
         attend_narrow(job, tokens, seqs)
     for seq in wide:

@@ -83,37 +83,62 @@ class RowBounds:
         return RowBounds(self.lo[index], self.hi[index], self.position[index])
 
 
-def cell_partials(
-    math: CellMath, q: Tensor, k: Tensor, v: Tensor, first_token: Tensor, bounds: RowBounds, masked: bool
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class View:
+    """What rows see of their cells, ready for the products. The layers of a step have it in common."""
+
+    visible: Tensor | None
+    """[batch, rows, tokens] bool; None: every row that matters sees the whole cell."""
+    added: Tensor | None
+    """[batch, 1, rows, tokens] compute_dtype, 0 or -inf: the mask as the fused kernel wants it."""
+    empty: Tensor | None
+    """[batch, 1, rows] bool, the rows that see nothing."""
+    distance: Tensor | None
+    """[batch, rows, tokens] float32 between row and key, for ALiBi."""
+
+    @staticmethod
+    def of(math: CellMath, first_token: Tensor, bounds: RowBounds, tokens: int, masked: bool) -> View:
+        """The view of `tokens` tokens of cells that begin at first_token [batch] int64.
+
+        masked: False where every row that matters sees the whole cell; the bits are the same either way.
+        """
+        visible = added = empty = distance = None
+        if masked or math.slopes is not None:
+            at = first_token[:, None, None] + torch.arange(tokens, device=first_token.device)
+            if masked:
+                visible = (at >= bounds.lo[..., None]) & (at < bounds.hi[..., None])
+            if math.slopes is not None:
+                distance = (bounds.position[..., None] - at).abs().float()
+        if visible is not None and math.flash:
+            added = torch.zeros(visible.shape, dtype=math.compute_dtype, device=visible.device)
+            added = added.masked_fill_(~visible, -torch.inf)[:, None]
+            empty = ~visible.any(-1)[:, None]
+        return View(visible, added, empty, distance)
+
+
+def cell_partials(math: CellMath, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
     """Softmax attention of each row over one cell.
 
     Args:
         q: [batch, num_kv_heads, rows, head_dim] compute_dtype; rows (token, head of the group), as many as
             `math.rows.padded` gives; batch may have stride 0.
         k, v: [batch, num_kv_heads, CELL_SIZE (or HALF_CELL), head_dim] compute_dtype, any strides. Finite everywhere.
-        first_token: [batch] int64, position of the cell's first token.
-        bounds: of the rows. Rows that see nothing give lse -inf and out 0.
-        masked: False where every row that matters sees the whole cell; the bits are the same either way.
+        view: what the rows see. Rows that see nothing give lse -inf and out 0.
 
     Returns (lse [batch, num_kv_heads, rows] float32 contiguous, out [.., head_dim] float32 or compute_dtype).
     O(batch * num_kv_heads * rows * CELL_SIZE * head_dim).
     """
-    visible = None
-    if masked or math.slopes is not None:
-        tokens = first_token[:, None, None] + torch.arange(k.shape[2], device=q.device)
-        if masked:
-            visible = (tokens >= bounds.lo[..., None]) & (tokens < bounds.hi[..., None])  # [batch, rows, cell]
     if math.flash:
-        return _flash(math, q, k, v, visible)
+        return _flash(math, q, k, v, view)
     x = _matmul(math.rows, q, k.transpose(-1, -2))
     x.mul_(math.scale if math.head_scale is None else math.head_scale * math.scale)
     if math.softcap is not None:
         x = torch.tanh(x.div_(math.softcap)).mul_(math.softcap)
-    if math.slopes is not None:
-        x.sub_(_alibi(math.slopes, tokens, bounds.position))
-    if visible is not None:
-        x.masked_fill_(~visible[:, None], -torch.inf)
+    if view.distance is not None:
+        assert math.slopes is not None, "a view has distances where there are slopes"
+        x.sub_(_alibi(math.slopes, view.distance))
+    if view.visible is not None:
+        x.masked_fill_(~view.visible[:, None], -torch.inf)
     top = x.amax(-1, keepdim=True)
     empty = top == -torch.inf
     top.masked_fill_(empty, 0.0)
@@ -165,44 +190,37 @@ def _twice(product: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return product(*args)
 
 
-def _flash(math: CellMath, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`visible` [batch, rows, tokens] bool."""
+def _flash(math: CellMath, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
     found = []
     for rows, pieces in _runs(math.rows, q.shape[2]):
-        part, seen = q[:, :, rows], None if visible is None else visible[:, rows]
+        part, added = q[:, :, rows], None if view.added is None else view.added[:, :, rows]
         if pieces == 1:
-            found.append(_fused(math.scale, part, k, v, seen))
+            found.append(_fused(math.scale, part, k, v, added))
         elif len(q) == 1:
-            if seen is not None:
-                seen = seen[0].unflatten(0, (pieces, -1))
             keys, values = (x.expand(pieces, -1, -1, -1) for x in (k, v))
-            lse, out = _fused(math.scale, _stacked(part, pieces), keys, values, seen)
+            lse, out = _fused(
+                math.scale, _stacked(part, pieces), keys, values, None if added is None else _stacked(added, pieces)
+            )
             found.append((_unstacked(lse), _unstacked(out)))
         else:
-            sees = [None] * pieces if seen is None else seen.chunk(pieces, 1)
-            found += [_fused(math.scale, x, k, v, see) for x, see in zip(part.chunk(pieces, 2), sees, strict=True)]
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([lse for lse, _ in found], 2), torch.cat([out for _, out in found], 2)
+            masks = [None] * pieces if added is None else added.chunk(pieces, 2)
+            found += [_fused(math.scale, x, k, v, mask) for x, mask in zip(part.chunk(pieces, 2), masks, strict=True)]
+    lse, out = found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+    if view.empty is not None:
+        # the kernel says 0 for a row that sees nothing; its out is 0 already
+        lse.masked_fill_(view.empty, -torch.inf)
+    return lse, out
 
 
-def _fused(scale: float, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fused(scale: float, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
     """One call of the fused kernel; a single head is computed twice for the reason that `_twice` gives."""
-    mask, alone = None, q.shape[0] * q.shape[1] == 1 and torch.get_num_threads() > 1
+    alone = q.shape[0] * q.shape[1] == 1 and torch.get_num_threads() > 1
     if alone:
         q, k, v = (x.expand(2, -1, -1, -1) for x in (q, k, v))
-    if visible is not None:
-        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)[:, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=mask, scale=scale
+        q, k, v, 0.0, False, attn_mask=added, scale=scale
     )
-    if alone:
-        out, lse = out[:1], lse[:1]
-    lse = lse.contiguous()
-    if visible is not None:
-        # the kernel says 0 for a row that sees nothing; its out is 0 already
-        lse.masked_fill_(~visible.any(-1)[:, None], -torch.inf)
-    return lse, out
+    return (lse[:1].contiguous(), out[:1]) if alone else (lse.contiguous(), out)
 
 
 def attention_row_rule(
@@ -289,9 +307,8 @@ def _cells(math: CellMath, seen: int, q: Tensor, k: Tensor, v: Tensor, rows: int
         lo = torch.zeros(batch, rows, dtype=torch.int64, device="cpu")
         bounds = RowBounds(lo, lo + seen, lo)
         for tokens, masked in ((CELL_SIZE, True), (seen, False)):
-            lse, out = cell_partials(
-                math, queries, keys[:, :, :tokens], values[:, :, :tokens], lo[:, 0], bounds, masked
-            )
+            view = View.of(math, lo[:, 0], bounds, tokens, masked)
+            lse, out = cell_partials(math, queries, keys[:, :, :tokens], values[:, :, :tokens], view)
             found.append(torch.cat((lse[..., None], out.float()), -1).flatten(0, 1))
     return torch.cat(found)
 
@@ -317,10 +334,9 @@ def values_cancel(
     return head_dim**-0.5, normal(gen, 1, head_dim, dtype=dtype), k, v
 
 
-def _alibi(slopes: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
-    """slope * |p - t|: [batch, num_kv_heads, rows, cell]; the row order is (token, head of the group), then padding."""
+def _alibi(slopes: Tensor, distance: Tensor) -> Tensor:
+    """slope * |p - t|: [batch, num_kv_heads, rows, tokens]; rows are (token, head of the group), then padding."""
     num_kv_heads, _, group = slopes.shape
-    batch, rows = position.shape
+    rows = distance.shape[1]
     of_row = slopes.expand(num_kv_heads, -(-rows // group), group).reshape(num_kv_heads, -1)[:, :rows]
-    distance = (position[..., None] - tokens).abs().float()
-    return of_row[None, :, :, None] * distance.view(batch, 1, rows, CELL_SIZE)
+    return of_row[None, :, :, None] * distance[:, None]

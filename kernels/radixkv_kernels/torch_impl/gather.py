@@ -68,7 +68,7 @@ class CacheReader:
 
         block_ids: [..] ids of all sequences, one after the other. The rest [cells]: where the cell's sequence begins in
         them, the cell's first token, and [lo, hi) with lo < hi: blocks outside of it are replaced by the nearest one
-        inside, as their ids may be anything. What is read in their place is zeroed by `zero_outside` or masked.
+        inside, as their ids may be anything. What is read in their place is zeroed or masked.
         """
         at = first[:, None] + np.arange(0, tokens, self.unit)
         block = at // self.block_size
@@ -118,13 +118,25 @@ class CacheReader:
         return buffer.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
 
 
-def zero_outside(cells: Tensor, first_tokens: list[int], lo: list[int], hi: list[int]) -> None:
-    """Zeroes gathered tokens outside of [lo, hi): what lies there may be NaN, which a mask doesn't stop."""
+Outside = list[tuple[int, slice]]
+"""Gathered tokens that no row sees: (cell, tokens of it)."""
+
+
+def outside(first_tokens: list[int], lo: list[int], hi: list[int], tokens: int) -> Outside:
+    """Of so many tokens gathered of each cell, those outside of [lo, hi). O(cells)."""
+    found = []
     for i, (first, a, b) in enumerate(zip(first_tokens, lo, hi, strict=True)):
         if a > first:
-            cells[i, :, : a - first].zero_()
-        if b < first + cells.shape[2]:
-            cells[i, :, b - first :].zero_()
+            found.append((i, slice(0, a - first)))
+        if b < first + tokens:
+            found.append((i, slice(b - first, tokens)))
+    return found
+
+
+def zero(cells: Tensor, unseen: Outside) -> None:
+    """Zeroes gathered tokens that no row sees: what lies there may be NaN, which a mask doesn't stop."""
+    for i, tokens in unseen:
+        cells[i, :, tokens].zero_()
 
 
 def cells_a_chunk(k: CacheReader, v: CacheReader, tokens: int) -> int:

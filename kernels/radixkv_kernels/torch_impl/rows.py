@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..contract import AttentionSpec, AttentionTensors
+from ..contract import AttentionSpec, AttentionTensors, WorkList
 from .cells import CellMath, RowBounds
 from .gather import CacheReader
-from .workspace import Workspace
+from .workspace import Layout, Workspace
 
 NARROW_ROWS = 64
 """Sequences of up to this many rows (tokens * group size) are batched."""
@@ -41,12 +41,19 @@ class Job:
     block_start: np.ndarray
     block_ids: np.ndarray
     """The tensor of that name, on the host."""
+    layout: Layout
+    """What the call has in common with those of other layers."""
 
     @staticmethod
     def of(
-        spec: AttentionSpec, tensors: AttentionTensors, out: Tensor, lse: Tensor | None, workspace: Workspace
+        spec: AttentionSpec,
+        tensors: AttentionTensors,
+        out: Tensor,
+        lse: Tensor | None,
+        workspace: Workspace,
+        plan: WorkList | None = None,
     ) -> Job:
-        """Copies lengths and block ids to the host (which synchronises on a GPU; on a CPU ids are not copied)."""
+        """Copies lengths and block ids to the host (which synchronises on a GPU), or compares them with the last."""
         math = CellMath.of(spec, tensors)
         cu = tensors.cu_seqlens_q.cpu().numpy().astype(np.int64)
         seq_len = tensors.seq_lens.cpu().numpy().astype(np.int64)
@@ -54,21 +61,18 @@ class Job:
             block_start = np.arange(len(seq_len), dtype=np.int64) * spec.block_stride
         else:
             block_start = tensors.block_indptr[:-1].cpu().numpy().astype(np.int64)
+        block_ids = tensors.block_ids.cpu().numpy().reshape(-1)
+        k_reader = CacheReader("k", tensors.k_cache, math.compute_dtype, workspace)
+        v_reader = CacheReader("v", tensors.v_cache, math.compute_dtype, workspace)
+        shape = (math.flash, math.halves, math.compute_dtype, math.rows, math.slopes is None)
+        readers = ((reader.layout, reader.token_bytes) for reader in (k_reader, v_reader))
+        arrays = (cu, seq_len, block_start, block_ids, *(() if plan is None else plan.arrays))
+        layout = workspace.layout((spec, *shape, *readers, out.device, *(array.tobytes() for array in arrays)))
+        q_start, q_len = cu[:-1], cu[1:] - cu[:-1]
         return Job(
-            spec,
-            tensors,
-            math,
-            CacheReader("k", tensors.k_cache, math.compute_dtype, workspace),
-            CacheReader("v", tensors.v_cache, math.compute_dtype, workspace),
-            workspace,
-            out,
-            lse,
-            cu[:-1],
-            cu[1:] - cu[:-1],
-            seq_len,
-            block_start,
-            tensors.block_ids.cpu().numpy().reshape(-1),
-        )
+            spec, tensors, math, k_reader, v_reader, workspace, out, lse, q_start, q_len, seq_len, block_start,
+            block_ids, layout,
+        )  # fmt: skip
 
     def visible(self, seqs: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(lo, hi, position) of row `token` of each sequence, broadcast: it sees keys [lo, hi), hi == lo for none."""
@@ -89,6 +93,10 @@ class Job:
         k_index = self.k_reader.index(*cells)
         same = self.k_reader.layout == self.v_reader.layout
         return k_index, k_index if same else self.v_reader.index(*cells)
+
+    def index(self, array: np.ndarray) -> Tensor:
+        """An int64 array as a tensor on q's device."""
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.tensors.q.device)
 
     def query_rows(self, rows: Tensor) -> Tensor:
         """q[rows], rows [batch, tokens] -> [batch, num_kv_heads, padded rows, head_dim] compute_dtype, contiguous."""

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cells import CELL_SIZE, RUN_CELLS, RowBounds, cell_partials
-from .gather import zero_outside
+from .cells import CELL_SIZE, RUN_CELLS, RowBounds, View, cell_partials
+from .gather import outside, zero
 from .rows import Job
 from .state import State
 
@@ -83,8 +83,9 @@ def _gather(job: Job, seq: int, cells: np.ndarray, lo: int, hi: int) -> list[Ten
     start = np.full(n, job.block_start[seq])
     indices = job.indices(start, cells, np.maximum(cells, lo), np.minimum(cells + CELL_SIZE, hi), CELL_SIZE)
     gathered = [reader.read(index) for reader, index in zip((job.k_reader, job.v_reader), indices, strict=True)]
+    unseen = outside(cells.tolist(), [lo] * n, [hi] * n, CELL_SIZE)
     for found in gathered:
-        zero_outside(found, cells.tolist(), [lo] * n, [hi] * n)
+        zero(found, unseen)
     return gathered
 
 
@@ -96,7 +97,8 @@ def _fold_run(job: Job, tile: WideTile, cells: np.ndarray, k: Tensor, v: Tensor)
             continue
         masked = first < tile.full_lo or first + CELL_SIZE > tile.full_hi
         at = torch.tensor([first], device=k.device)
-        part = cell_partials(job.math, tile.q, k[i : i + 1], v[i : i + 1], at, tile.bounds, masked)
+        view = View.of(job.math, at, tile.bounds, CELL_SIZE, masked)
+        part = cell_partials(job.math, tile.q, k[i : i + 1], v[i : i + 1], view)
         if run is None:
             run = State.first(*part)
         else:
