@@ -127,8 +127,8 @@ FAULTS = [
     Fault(
         "the KV of a decoded token is not written",
         "Scheduler._schedule_decodes",
-        "self._publish(running, end - 1, end) if end % stride == 0 else end - 1",
-        "self._publish(running, end - 1, end) if end % stride == 0 else end",
+        "start if end % stride else self._publish(running, start, end)",
+        "end if end % stride else self._publish(running, start, end)",
     ),
     Fault(
         "a block of the cache is written again",
@@ -625,8 +625,8 @@ FAULTS = [
     Fault(
         "workers are left where a run is stopped",
         "_beside_each_other",
-        "process.kill()\nprocess.join()",
-        "",
+        "process.kill()",
+        "pass",
         INTERRUPTIONS,
     ),
     Fault(
@@ -746,6 +746,21 @@ FAULTS = [
         "partial(_as_it_is, self._table())",
         "self._table",
         ("tests/kernels/test_planner.py", "-k", "pickle"),
+    ),
+    *(
+        Fault(
+            f"a layout serves calls with other {what}",
+            "Job.of",
+            "(cu, seq_len, block_start, block_ids, *(() if plan is None else plan.arrays))",
+            arrays,
+            ("tests/kernels/test_layouts.py",),
+        )
+        for what, arrays in (
+            ("blocks", "(cu, seq_len, block_start, *(() if plan is None else plan.arrays))"),
+            ("lengths", "(cu, block_start, block_ids, *(() if plan is None else plan.arrays))"),
+            ("rows", "(seq_len, block_start, block_ids, *(() if plan is None else plan.arrays))"),
+            ("plans", "(cu, seq_len, block_start, block_ids)"),
+        )
     ),
     Fault(
         "rows of a product are not cut as measured",
