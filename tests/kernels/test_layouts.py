@@ -75,7 +75,7 @@ def test_calls_one_after_the_other(call, seed):
         got = paged_attention(**call)
         again = paged_attention(**call)
         assert all(map(torch.equal, got, again))
-        kept = thread_workspace()._layouts
+        kept = list(thread_workspace()._layouts)
         want = fresh(**call)
         thread_workspace()._layouts = kept
         assert all(map(torch.equal, got, want)), seed
