@@ -15,9 +15,15 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def copy(tmp_path):
-    for name in ("radixkv", "experiments", "kernels"):
+    for name in ("radixkv", "experiments", "kernels", "tests", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
+
+
+def passes(copy, *arguments):
+    """Tests of the copy, those that a page names, on what was added."""
+    run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments)
 
 
 def example(name):
@@ -28,7 +34,7 @@ def example(name):
 def run(copy, *arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(copy), str(copy / "kernels")))}
     done = subprocess.run([sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     return done.stdout
 
 
@@ -51,6 +57,14 @@ def test_a_reader_is_one_file(copy):
     shown = run(copy, "-m", "experiments.compare", "--trace", str(trace), "--cache", "radix", "--block-size", "1")
     assert "read as quiz; 3 requests" in shown and "(bytes)" in shown and "odd is not understood" in shown
     assert "quiz" in run(copy, "-m", "radixkv.inspect", "--help")
+    passes(copy, "tests/traces/test_formats.py")
+
+
+def test_a_policy_is_one_file(copy):
+    (copy / "radixkv" / "cache" / "radix" / "policies" / "largest.py").write_text(example("a_policy"))
+    assert "largest" in run(copy, "-m", "experiments.eviction", "--help")
+    passes(copy, "tests/cache/test_policies.py", "tests/cache/test_docs.py", "-k", "largest or doc")
+    passes(copy, "tests/cache/test_contract.py")
 
 
 def test_a_router_is_one_class_and_its_name(copy):
@@ -58,12 +72,14 @@ def test_a_router_is_one_class_and_its_name(copy):
     text = path.read_text()
     assert text.count("ROUTERS: dict[str, type[Router]] = {") == 1
     mark = "ROUTERS: dict[str, type[Router]] = {"
-    path.write_text(text.replace(mark, f'{example("a_router")}\n\n{mark}\n    "fewest": FewestRequests,'))
+    added, entry = example("a_router").split("ROUTERS = {")
+    path.write_text(text.replace(mark, f"{added.rstrip()}\n\n\n{mark}{entry.partition('...')[0].rstrip()}"))
     code = """
 from experiments.routing import SOURCES, Config, replay
-assert "fewest" in Config().routers
+assert "fewest_requests" in Config().routers
 source = SOURCES["chat"]
-row = replay(source, list(source.requests())[:40], "fewest", 2, None)
+row = replay(source, list(source.requests())[:40], "fewest_requests", 2, None)
 print(row["router"], row["num_requests"])
 """
-    assert run(copy, "-c", code) == "fewest 40\n"
+    assert run(copy, "-c", code) == "fewest_requests 40\n"
+    passes(copy, "tests/fleet/routing/test_routers.py", "tests/fleet/test_fleet.py")

@@ -187,7 +187,7 @@ def parser(name: str, description: str | None, files: str = "") -> argparse.Argu
     made.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help=f"gets {files} (results)")
     size = made.add_mutually_exclusive_group()
     size.add_argument(
-        "--smoke", action=_Smoke, nargs=0, default=False, help="small sizes, under half a minute: runs it?"
+        "--smoke", action=_Smoke, nargs=0, default=False, help="small sizes, under half a minute, to see that it runs"
     )
     size.add_argument("--full", action="store_true", help="the largest sizes, where there are larger ones")
     return made

@@ -1,7 +1,7 @@
 """Engine: schedule -> run -> sample, on a prefix cache. The whole API of serving with one model.
 
 One thread steps the engine at a time. `add_request`, `abort`, `reset_cache` and `metrics.text()` may be called from any
-other: requests and aborts are taken in at the next step, a reset waits for the one under way (see ARCHITECTURE.md).
+other: requests and aborts are taken in at the next step, a reset waits for the one under way (docs/internals.md, "Threads").
 
 **A step is a transaction.** What a request *is* lies outside of the scheduler: its prompt and the tokens of its samples
 (`radixkv.engine.generation`). Everything below (sequences, block tables, the cache) follows from that and can be made
@@ -307,8 +307,8 @@ class Engine:
 
         A forward pass that fails is withdrawn, and each of its sequences runs by itself; one that fails alone ends
         with finish_reason "error", and no other request notices. An interruption (Ctrl-C) withdraws the step and goes
-        on up. So does whatever else is raised, at any line: every request goes on from the tokens it has with the next
-        step, and gives the tokens it would have given (see the module's docstring).
+        on up. Whatever else is raised, at any line, empties the cache and goes on up: with the next step every request
+        goes on from the tokens it has, and gives the tokens it would have given (see the module's docstring).
 
         Returns:
             What the step did; of zeros where there was nothing to do.

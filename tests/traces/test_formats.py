@@ -60,7 +60,7 @@ def test_counts_start_anew_with_every_iteration(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"format": "csv"}, "format: expected one of bailian, mooncake, requests, conversations, azure, got 'csv'"),
+        ({"format": "csv"}, f"format: expected one of {', '.join(FORMATS)}, got 'csv'"),
         ({"limit": -1}, "limit: expected"),
         ({"limit": True}, "limit: expected"),
         ({"cache_bytes": -1}, "cache_bytes: expected"),

@@ -2,7 +2,7 @@
 
 Fed precisely, by the events of each replica's cache (`apply`), or approximately, by what was sent there (`add`), which
 decays: per replica the least recently used go when it holds more than `max_blocks`, and all that is older than a time
-(`expire`). Called by `radixkv.fleet.routing.routers`.
+(`expire`).
 
 A match is one walk down a tree of all replicas, at each node a memcmp and an `and` of bit masks, however many they are.
 """
