@@ -42,16 +42,16 @@ class PublishAtCommit(KVManager):
 
     def __init__(self, cache: Any, num_blocks: int) -> None:
         super().__init__(cache, num_blocks)
-        self._held: list[tuple[SequenceBlocks, bytes, int]] = []
+        self._held: list[tuple[SequenceBlocks, bytes, int, bool]] = []
 
-    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
-        self._held.append((sequence, pack(token_ids), start))
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0, keep_own: bool = False) -> int:
+        self._held.append((sequence, pack(token_ids), start, keep_own))
         return 0
 
     def commit(self) -> None:
         super().commit()
-        for sequence, tokens, start in self._held:
-            super().publish(sequence, tokens, start=start)
+        for sequence, tokens, start, keep_own in self._held:
+            super().publish(sequence, tokens, start=start, keep_own=keep_own)
         self._held.clear()
         super().commit()
 

@@ -43,16 +43,16 @@ class PublishOnFinish(KVManager):
 
     def __init__(self, cache: RadixCache, num_blocks: int) -> None:
         super().__init__(cache, num_blocks)
-        self._held: dict[int, tuple[bytes, int]] = {}
+        self._held: dict[int, tuple[bytes, int, bool]] = {}
 
-    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
-        self._held[id(sequence)] = (pack(token_ids), start)
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0, keep_own: bool = False) -> int:
+        self._held[id(sequence)] = (pack(token_ids), start, keep_own)
         return 0
 
     def end(self, sequence: SequenceBlocks, token_ids: TokenIds = b"", *, start: int = 0) -> None:
         held = self._held.pop(id(sequence), None)
         if held is not None:
-            super().publish(sequence, held[0], start=held[1])
+            super().publish(sequence, held[0], start=held[1], keep_own=held[2])
             self.commit()
         super().end(sequence)
 

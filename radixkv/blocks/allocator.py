@@ -15,15 +15,17 @@ class BlockAllocator:
     """A stack of free block ids: what was freed last is handed out first (its KV may still be in a processor's cache).
 
     Args:
-        num_blocks: size of the pool, ids 0 .. num_blocks - 1, handed out in that order at first; None for a pool that
-            grows as needed.
+        num_blocks: size of the pool, ids first .. first + num_blocks - 1, handed out in that order at first; None for a
+            pool that grows as needed.
+        first: the lowest id; those below are reserved for another use, such as a null block.
 
     Cost: O(blocks) per call; 9 bytes per block of the pool.
     """
 
-    def __init__(self, num_blocks: int | None = None) -> None:
+    def __init__(self, num_blocks: int | None = None, *, first: int = 0) -> None:
         self.num_blocks = None if num_blocks is None else check_count("num_blocks", num_blocks)
-        self._next_id = 0  # ids from here on were never handed out
+        self.first = check_count("first", first)
+        self._next_id = self.first  # ids from here on were never handed out
         self._freed = np.empty(64, np.int32)  # a stack of ids that were, and came back
         self._num_freed = 0
         self._is_free = np.ones(64, bool)
@@ -32,12 +34,12 @@ class BlockAllocator:
     @property
     def num_used(self) -> int:
         """Blocks handed out and not freed."""
-        return self._next_id - self._num_freed
+        return self._next_id - self.first - self._num_freed
 
     @property
     def num_free(self) -> int:
         """Blocks that `take` could hand out now; of a growing pool, those it need not grow for."""
-        unused = 0 if self.num_blocks is None else self.num_blocks - self._next_id
+        unused = 0 if self.num_blocks is None else self.first + self.num_blocks - self._next_id
         return self._num_freed + unused
 
     def take(self, num_blocks: int) -> Blocks:
@@ -76,7 +78,9 @@ class BlockAllocator:
         freed = np.asarray(block_ids, np.int32)
         if not freed.size:
             return
-        is_one = freed.size == 1 and 0 <= freed[0] < self._next_id  # the usual case, of an eviction for one more block
+        is_one = (
+            freed.size == 1 and self.first <= freed[0] < self._next_id
+        )  # the usual case, of an eviction for one more block
         if not is_one or self._is_free[freed[0]]:
             self._check_used(freed)
         self._is_free[freed] = True
@@ -87,9 +91,10 @@ class BlockAllocator:
         self._num_freed = num_freed
 
     def _check_used(self, freed: Blocks) -> None:
-        if freed.min() < 0 or freed.max() >= self._next_id:
-            bad = freed[(freed < 0) | (freed >= self._next_id)][0]
-            raise ValueError(f"block_ids: expected ids of blocks handed out (below {self._next_id}), got {bad}")
+        if freed.min() < self.first or freed.max() >= self._next_id:
+            bad = freed[(freed < self.first) | (freed >= self._next_id)][0]
+            handed_out = f"{self.first} <= id < {self._next_id}"
+            raise ValueError(f"block_ids: expected ids of blocks handed out ({handed_out}), got {bad}")
         if self._is_free[freed].any():
             raise ValueError(f"block_ids: expected blocks in use, got {freed[self._is_free[freed]][0]}, which is free")
         places = np.arange(len(freed), dtype=np.int32)
@@ -100,5 +105,5 @@ class BlockAllocator:
 
     def free_ids(self) -> Blocks:
         """Returns the free ids in the order in which they are handed out (of a growing pool, those it has)."""
-        unused = np.arange(self._next_id, self.num_blocks or 0, dtype=np.int32)
+        unused = np.arange(self._next_id, self.first + (self.num_blocks or 0), dtype=np.int32)
         return np.concatenate([self._freed[: self._num_freed][::-1], unused])

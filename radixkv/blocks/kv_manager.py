@@ -6,6 +6,8 @@ A sequence's blocks by their owners::
     block_table   [ the cache's, pinned | the sequence's own    ]
                                   ^ a partial match is copied into the first of its own
 
+Where `publish` is told to keep a sequence's own, those stay in the table in place of the cache's equal ones.
+
     every block of the pool:   free (allocator) + private (sequences) + pinned + evictable (cache) == num_blocks
 
 One step: `begin` (match), `grow` (blocks), `publish` (as soon as the step is scheduled, so that one batch computes a
@@ -53,12 +55,14 @@ class SequenceBlocks:
         block_table: [ceil(num_tokens / block_size)] int32.
         num_cached_tokens: tokens it need not compute: whole blocks matched, and rows to be copied.
         copy: the copy of a partial match, from `KVManager.grow` until the step is committed; else None.
+        kept: its own blocks of whose tokens the cache pins other blocks for it; they are in its table (`publish`).
     """
 
     lease: Lease
     block_table: Blocks
     num_cached_tokens: int
     copy: BlockCopy | None = None
+    kept: list[Blocks] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +110,19 @@ class StepLog:
         own: its own blocks before the step, from block `first` on.
         num_cached_tokens: before the step.
         grown: blocks that it was given in the step.
+        num_kept: runs of blocks that it kept before the step.
         replaced: own blocks in whose place the cache's stand now. Nothing may write to them; free at commit.
+        duplicates: of own blocks that it kept in the step: from which block on, and the cache's.
         has_published: whether the cache holds blocks of it that are not computed yet.
     """
 
     first: int
     own: Blocks
     num_cached_tokens: int
+    num_kept: int = 0
     grown: list[Blocks] = field(default_factory=list)
     replaced: list[Blocks] = field(default_factory=list)
+    duplicates: list[tuple[int, Blocks]] = field(default_factory=list)
     has_published: bool = False
 
     def kept(self, num_leased: int) -> Blocks:
@@ -132,13 +140,14 @@ class KVManager:
     Args:
         cache: any `radixkv.cache.contract.PrefixCache` that holds nothing; this manager's alone from now on.
         num_blocks: blocks in the pool; None for a pool without end.
+        first_block: the lowest id of the pool; those below are never handed out (engines keep a null block 0).
 
     Attributes:
         num_evicted_blocks: blocks evicted to make room, so far.
 
     Raises:
-        ValueError: num_blocks is below 1; the cache belongs to another manager, or holds blocks already: they would be
-            served as if this pool's had been written.
+        ValueError: num_blocks is below 1, or first_block below 0; the cache belongs to another manager, or holds blocks
+            already: they would be served as if this pool's had been written.
 
     An exception that a method does not document (Ctrl-C, no memory left) may leave the manager half way; `clear` makes
     it usable again.
@@ -160,7 +169,8 @@ class KVManager:
     PoolSizes(free=92, private=0, pinned=0, evictable=8)
     """
 
-    def __init__(self, cache: PrefixCache, num_blocks: int | None = None) -> None:
+    def __init__(self, cache: PrefixCache, num_blocks: int | None = None, *, first_block: int = 0) -> None:
+        check_count("first_block", first_block)
         if num_blocks is not None and check_count("num_blocks", num_blocks) == 0:
             raise ValueError("num_blocks: expected an int >= 1 or None, got 0")
         if sum(cache.sizes):
@@ -170,10 +180,11 @@ class KVManager:
         self.owner: Any = None  # the scheduler that it belongs to
         self.num_evicted_blocks = 0
         self._num_blocks = num_blocks
+        self._first_block = first_block
         self._begin()
 
     def _begin(self) -> None:
-        self.allocator = BlockAllocator(self._num_blocks)
+        self.allocator = BlockAllocator(self._num_blocks, first=self._first_block)
         self._sequences: dict[int, SequenceBlocks] = {}
         self._copying: list[SequenceBlocks] = []
         self._step: dict[int, StepLog] = {}  # by id of a sequence held here: of those that the step has changed
@@ -188,12 +199,14 @@ class KVManager:
 
     # ---- admission
 
-    def begin(self, token_ids: TokenIds, namespace: Namespace | None = None) -> SequenceBlocks:
+    def begin(self, token_ids: TokenIds, namespace: Namespace | None = None, *, match: bool = True) -> SequenceBlocks:
         """Matches and pins what is cached of a prompt, except its last token, which has to be computed.
 
         Args:
             token_ids: [>= 1] the prompt.
             namespace: what its KV depends on, or is to be kept apart by.
+            match: False for a request that must compute all of its prompt (to score it, say); it publishes all the
+                same.
 
         Returns:
             The sequence, with the cache's blocks in its table and none of its own.
@@ -206,7 +219,7 @@ class KVManager:
         packed = pack(token_ids)
         if not packed:
             raise ValueError("token_ids: expected at least one token, got none")
-        lease = self.cache.acquire(packed[:-TOKEN_BYTES], namespace)
+        lease = self.cache.acquire(packed[:-TOKEN_BYTES] if match else b"", namespace)
         num_partial = lease.partial.num_tokens if lease.partial else 0
         sequence = SequenceBlocks(lease, lease.block_ids, lease.num_tokens + num_partial)
         self._sequences[id(sequence)] = sequence
@@ -240,13 +253,10 @@ class KVManager:
 
         Cost: O(blocks of the table), and as `PrefixCache.evict`.
         """
-        self._check_held(sequence)
-        block_size = self.cache.block_size
-        missing = -(-check_count("num_tokens", num_tokens) // block_size) - len(sequence.block_table)
-        if missing <= 0:
+        missing = self.num_missing(sequence, num_tokens)
+        if not missing:
             return
-        if missing == self.num_available + 1 and sequence.lease.partial and not sequence.copy:
-            self.give_up_partial(sequence)
+        self.fits(sequence, num_tokens)
         grown = self._take(missing)
         self._log(sequence).grown.append(grown)
         destination = len(sequence.block_table)
@@ -255,6 +265,30 @@ class KVManager:
         if partial and not sequence.copy and destination == self._num_leased(sequence):
             sequence.copy = BlockCopy(partial.block_id, int(grown[0]), partial.num_tokens)
             self._copying.append(sequence)
+
+    def num_missing(self, sequence: SequenceBlocks, num_tokens: int) -> int:
+        """Returns how many blocks `grow` would have to take for the first num_tokens tokens. O(1).
+
+        Raises:
+            ValueError: the sequence has ended.
+        """
+        self._check_held(sequence)
+        wanted = -(-check_count("num_tokens", num_tokens) // self.cache.block_size)
+        return max(wanted - len(sequence.block_table), 0)
+
+    def fits(self, sequence: SequenceBlocks, num_tokens: int, *, spare: int = 0) -> bool:
+        """Whether `grow` to num_tokens would succeed now, and leave `spare` blocks to hand out.
+
+        Where the block that a partial match pins is the one that is missing, the match is given up here and now. So
+        after a call for all tokens, `num_cached_tokens` can be told to others before the sequence grows. O(1).
+
+        Raises:
+            ValueError: the sequence has ended.
+        """
+        wanted = self.num_missing(sequence, num_tokens)
+        if wanted and wanted + spare == self.num_available + 1 and sequence.lease.partial and not sequence.copy:
+            self.give_up_partial(sequence)
+        return not wanted or wanted + spare <= self.num_available
 
     def give_up_partial(self, sequence: SequenceBlocks) -> None:
         """Gives up the partial match of a sequence: unpins its source; its rows are to be computed. O(1)."""
@@ -359,19 +393,23 @@ class KVManager:
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, sequence.lease.num_tokens)
         return len(gained) * self.cache.block_size
 
-    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0) -> int:
+    def publish(self, sequence: SequenceBlocks, token_ids: TokenIds, *, start: int = 0, keep_own: bool = False) -> int:
         """Publishes the full blocks after the lease's end, all of whose tokens are computed once this step has run.
 
         Blocks that the cache has already take the place of the sequence's own, which nothing may write to any more
-        and which are freed when the step is committed.
+        and which are freed when the step is committed. With keep_own they stay in its table, and its own until it
+        ends: for a worker whose block tables are append-only.
 
         Args:
             token_ids: the sequence's tokens from position `start` on, up to the last that this step computes; they must
                 have blocks. Rows that a partial match copies are the sequence's own, and published with the rest.
             start: at most lease.num_tokens; pass that to spare packing what is published already.
+            keep_own: write to its own blocks, and read them, also where the cache has others with the same tokens.
+                Withdrawing the step replaces them after all.
 
         Returns:
-            Tokens, from the old end of the lease on, that were cached already: their slots are not to be written.
+            Tokens, from the old end of the lease on, that were cached already: their slots are not to be written,
+            except with keep_own.
 
         Raises:
             ValueError: the sequence has ended or too few blocks for these tokens; `start` is after the lease's end.
@@ -391,7 +429,11 @@ class KVManager:
         log = self._log(sequence)
         duplicates = self.cache.insert(sequence.lease, rest, own)
         num_duplicates = len(duplicates)
-        self._replace(sequence, log, first, duplicates[:, 1])
+        if keep_own and num_duplicates:
+            sequence.kept.append(own[:num_duplicates].copy())
+            log.duplicates.append((first, duplicates[:, 1]))
+        else:
+            self._replace(sequence, log, first, duplicates[:, 1])
         if self._num_leased(sequence) > first + num_duplicates:
             log.has_published = True
         self._reclaim()
@@ -432,6 +474,11 @@ class KVManager:
         for key, log in self._step.items():
             sequence = self._sequences[key]
             leased = self._num_leased(sequence)  # cut back to what earlier steps had computed
+            del sequence.kept[log.num_kept :]
+            for first, cached in log.duplicates:
+                end = first + len(cached)
+                table = sequence.block_table
+                sequence.block_table = np.concatenate([table[:first], cached, table[end:]])
             self.allocator.free(log.to_free(leased))
             sequence.block_table = np.concatenate([sequence.block_table[:leased], log.kept(leased)])
             if sequence.copy and sequence.copy.destination not in sequence.block_table:
@@ -504,6 +551,7 @@ class KVManager:
         """Blocks by their owners; `private` is counted from the tables. O(sequences)."""
         private = sum(len(s.block_table) - self._num_leased(s) for s in self._sequences.values())
         private += sum(len(own) for log in self._step.values() for own in log.replaced)
+        private += sum(len(own) for s in self._sequences.values() for own in s.kept)
         cached = self.cache.sizes
         return PoolSizes(self.allocator.num_free, private, cached.pinned, cached.evictable)
 
@@ -512,6 +560,7 @@ class KVManager:
         self.cache.check()
         own = [s.block_table[self._num_leased(s) :] for s in self._sequences.values()]
         own += [blocks for log in self._step.values() for blocks in log.replaced]
+        own += [blocks for s in self._sequences.values() for blocks in s.kept]
         private = np.concatenate([NO_BLOCKS, *own])
         if len(np.unique(private)) != len(private):
             raise CacheCorruption("violated: no block is private to two sequences")
@@ -520,6 +569,8 @@ class KVManager:
         for sequence in self._sequences.values():
             if np.isin(sequence.block_table, self.allocator.free_ids()).any():
                 raise CacheCorruption("violated: no block table holds a freed block")
+            if not np.isin(np.concatenate([NO_BLOCKS, *sequence.kept]), sequence.block_table).all():
+                raise CacheCorruption("violated: a block that a sequence keeps is in its table")
         sizes = self.sizes
         total = self.allocator.num_used + self.allocator.num_free
         if sizes.num_blocks != total:
@@ -539,7 +590,7 @@ class KVManager:
         log = self._step.get(id(sequence))
         if log is None:
             first = self._num_leased(sequence)
-            log = StepLog(first, sequence.block_table[first:], sequence.num_cached_tokens)
+            log = StepLog(first, sequence.block_table[first:], sequence.num_cached_tokens, len(sequence.kept))
             self._step[id(sequence)] = log
         return log
 
@@ -557,6 +608,8 @@ class KVManager:
         sequence.block_table = np.concatenate([sequence.block_table[:first], cached, sequence.block_table[end:]])
 
     def _free_own(self, sequence: SequenceBlocks, first: int) -> None:
+        for own in sequence.kept:
+            self.allocator.free(own)
         # The last first, as the flat hash of engines does: what comes last in a sequence is reused first.
         self.allocator.free(sequence.block_table[first:][::-1])
 

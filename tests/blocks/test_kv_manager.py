@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from radixkv.blocks.allocator import BlockAllocator, OutOfBlocks
-from radixkv.blocks.kv_manager import BlockCopy, KVManager
+from radixkv.blocks.kv_manager import BlockCopy, KVManager, PoolSizes
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Salt
 from radixkv.cache.null import NullCache
@@ -23,13 +23,15 @@ CACHES = {
 
 
 class Request:
-    def __init__(self, tokens, namespace, sequence):
+    def __init__(self, tokens, namespace, sequence, keeps_own):
         self.tokens = tokens
         self.namespace = namespace
         self.sequence = sequence
         self.num_computed = sequence.num_cached_tokens
         self.target = self.num_computed
         self.num_duplicates = (0, 0)
+        self.keeps_own = keeps_own  # it is run by a worker whose block tables are append-only
+        self.table = []  # the worker's
 
 
 class ShadowEngine:
@@ -39,12 +41,13 @@ class ShadowEngine:
         self.random = random.Random(seed)
         self.cache = cache
         self.block_size = cache.block_size
-        self.manager = KVManager(cache, num_blocks)
+        self.first_block = self.random.choice([0, 1, 5])
+        self.manager = KVManager(cache, num_blocks, first_block=self.first_block)
         self.num_blocks = num_blocks
         self.slots = {}
         self.live = []
         self.texts = [()]
-        self.num_hits = self.num_failed_steps = self.num_refused = self.num_copies = 0
+        self.num_hits = self.num_failed_steps = self.num_refused = self.num_copies = self.num_kept = 0
 
     def history(self, request, position):
         return (request.namespace, request.tokens[: position + 1])
@@ -59,8 +62,9 @@ class ShadowEngine:
         self.texts = [*self.texts[-10:], text]
         namespace = self.random.choice([None, None, None, Salt("a"), LoRA("a")])
         before = self.manager.sizes, self.cache.peek(text, namespace)
-        sequence = self.manager.begin(list(text), namespace)
-        assert sequence.num_cached_tokens < len(text)
+        match = self.random.random() < 0.9
+        sequence = self.manager.begin(list(text), namespace, match=match)
+        assert sequence.num_cached_tokens < (len(text) if match else 1)
         try:
             self.manager.grow(sequence, self.random.randint(sequence.lease.num_tokens, len(text)))
         except OutOfBlocks:
@@ -69,23 +73,27 @@ class ShadowEngine:
             assert (self.manager.sizes, self.cache.peek(text, namespace)) == before
             return None
         self.num_hits += sequence.num_cached_tokens
-        request = Request(text, namespace, sequence)
+        request = Request(text, namespace, sequence, keeps_own=self.random.random() < 0.4)
         self.live.append(request)
         return request
 
     def schedule(self, request):
         """Gives a request its next chunk and publishes it; False if there is no room."""
         sequence = request.sequence
-        if request.num_computed < len(request.tokens) and self.random.random() < 0.5:
+        if not request.keeps_own and request.num_computed < len(request.tokens) and self.random.random() < 0.5:
             self.manager.advance(sequence, list(request.tokens[:-1]))
             request.num_computed = max(request.num_computed, sequence.lease.num_tokens)
         if request.num_computed == len(request.tokens):
             request.tokens += (self.random.randrange(3),)  # a decode step
         target = self.random.randint(request.num_computed + 1, len(request.tokens))
         had_partial = sequence.lease.partial is not None
+        fits = self.manager.fits(sequence, target) if self.random.random() < 0.5 else None
+        num_cached = sequence.num_cached_tokens
         try:
             self.manager.grow(sequence, target)
+            assert fits is None or (fits and sequence.num_cached_tokens == num_cached)
         except OutOfBlocks:
+            assert not fits
             return False
         finally:
             if had_partial and sequence.lease.partial is None:  # given up for want of room
@@ -93,8 +101,14 @@ class ShadowEngine:
         request.target = max(target, request.num_computed)
         first = sequence.lease.num_tokens
         skipped = self.random.randint(0, first)  # any start up to the lease's end will do
-        duplicates = self.manager.publish(sequence, list(request.tokens[skipped : request.target]), start=skipped)
-        request.num_duplicates = (first, first + duplicates)
+        duplicates = self.manager.publish(
+            sequence, list(request.tokens[skipped : request.target]), start=skipped, keep_own=request.keeps_own
+        )
+        request.num_duplicates = (first, first if request.keeps_own else first + duplicates)
+        self.num_kept += duplicates * request.keeps_own
+        if request.keeps_own:
+            assert sequence.block_table.tolist()[: len(request.table)] == request.table
+            request.table = sequence.block_table.tolist()
         return True
 
     def step(self):
@@ -111,6 +125,7 @@ class ShadowEngine:
             self.num_failed_steps += 1
             self.manager.withdraw()
             for request in self.live:
+                request.table = request.sequence.block_table.tolist()
                 kept = self.before.get(id(request), request.sequence.num_cached_tokens)
                 request.num_computed = max(kept, request.sequence.lease.num_tokens)
                 if not request.sequence.copy:  # a copy that was cut off with the block it continued
@@ -151,6 +166,7 @@ class ShadowEngine:
         self.manager.check()
         if self.num_blocks is not None:
             assert self.manager.sizes.num_blocks == self.num_blocks
+        assert all((r.sequence.block_table >= self.first_block).all() for r in self.live)
         for block in self.manager.allocator.free_ids():  # a read of a free block finds poison
             for row in range(self.block_size):
                 self.slots.pop((int(block), row), None)
@@ -169,15 +185,16 @@ class ShadowEngine:
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("block_size", few([3, 1, 16], 1))
 def test_every_row_read_is_the_readers_own_history(name, block_size):
-    totals = np.zeros(4, int)
+    totals = np.zeros(5, int)
     for seed in range(40):
         num_blocks = random.Random(seed).choice([None, 6, 12, 40, 200])
         engine = ShadowEngine(seed, CACHES[name](block_size), num_blocks)
         engine.run(60)
-        totals += (engine.num_hits, engine.num_failed_steps, engine.num_refused, engine.num_copies)
-    hits, failed, refused, copies = totals
+        totals += (engine.num_hits, engine.num_failed_steps, engine.num_refused, engine.num_copies, engine.num_kept)
+    hits, failed, refused, copies, kept = totals
     assert failed > 20 and refused > 20  # the runs met what they are meant to meet
     assert (hits > 100) == (name != "null")
+    assert (kept > 0) == name.startswith("radix")  # a flat hash holds a block twice
     assert (copies > 10) == (name in ("radix", "radix cost") and block_size > 1)
 
 
@@ -317,6 +334,51 @@ def test_a_block_table_never_holds_a_freed_block():
     assert manager.allocator.num_used == 4  # two shared, two last blocks of their own
 
 
+def test_a_sequence_keeps_its_own_duplicates_until_it_ends():
+    manager = KVManager(RadixCache(4), 7, first_block=1)
+    first, second = manager.begin(list(range(9))), manager.begin(list(range(9)))
+    for sequence in (first, second):
+        manager.grow(sequence, 9)
+    assert manager.publish(first, list(range(9)), keep_own=True) == 0
+    assert manager.publish(second, list(range(9)), keep_own=True) == 8
+    manager.commit()
+    manager.check()
+    assert first.block_table.tolist() == [1, 2, 3] and second.block_table.tolist() == [4, 5, 6]
+    assert manager.sizes == PoolSizes(free=1, private=4, pinned=2, evictable=0)
+    manager.end(second, list(range(9)))
+    manager.check()
+    assert manager.sizes == PoolSizes(free=3, private=1, pinned=2, evictable=1)
+
+
+def test_withdrawing_a_step_replaces_the_duplicates_that_it_kept():
+    manager = KVManager(RadixCache(4), 9)
+    serve(manager, list(range(8)))
+    sequence = manager.begin(list(range(9)), match=False)
+    assert sequence.num_cached_tokens == 0
+    manager.grow(sequence, 4)
+    manager.commit()  # the first block is computed, and not published
+    manager.grow(sequence, 9)
+    assert manager.publish(sequence, list(range(9)), keep_own=True) == 8
+    assert sequence.block_table.tolist() == [2, 3, 4]
+    manager.withdraw()
+    manager.check()
+    assert sequence.block_table.tolist() == [0, 1] and not sequence.kept
+    manager.end(sequence)
+    assert manager.sizes == PoolSizes(free=7, private=0, pinned=0, evictable=2)
+
+
+def test_whether_a_sequence_fits_decides_about_its_partial_match():
+    manager = KVManager(RadixCache(4), 3)
+    serve(manager, list(range(12)))
+    sequence = manager.begin([0, 1, 2, 3, 4, 5, 99, 98, 97])
+    assert manager.num_missing(sequence, 9) == 2 and manager.num_available == 1
+    assert manager.fits(sequence, 8) and sequence.num_cached_tokens == 6
+    assert manager.fits(sequence, 9) and sequence.num_cached_tokens == 4
+    assert not manager.fits(sequence, 9, spare=1) and not manager.fits(sequence, 13)
+    manager.grow(sequence, 9)
+    assert sequence.num_cached_tokens == 4 and manager.fits(sequence, 9, spare=1)  # it needs none
+
+
 def test_mistakes_of_a_caller_are_named():
     manager = KVManager(RadixCache(4), 4)
     with pytest.raises(ValueError, match="token_ids"):
@@ -325,6 +387,8 @@ def test_mistakes_of_a_caller_are_named():
         KVManager(RadixCache(4), -1)
     with pytest.raises(ValueError, match="num_blocks"):
         KVManager(RadixCache(4), 0)
+    with pytest.raises(ValueError, match="first_block: expected an int >= 0, got -1"):
+        KVManager(RadixCache(4), 4, first_block=-1)
     sequence = manager.begin(list(range(8)))
     with pytest.raises(ValueError, match="expected blocks for 8 tokens, got 0"):
         manager.publish(sequence, list(range(8)))
@@ -355,3 +419,14 @@ def test_the_allocator_refuses_what_is_not_out():
     with pytest.raises(OutOfBlocks):
         allocator.take(6)
     assert allocator.take(5).tolist() == [1, 4, 5, 6, 7] and allocator.num_free == 0
+
+
+def test_ids_below_the_first_are_never_handed_out():
+    allocator = BlockAllocator(3, first=2)
+    assert allocator.free_ids().tolist() == [2, 3, 4] and allocator.num_free == 3
+    assert allocator.take(2).tolist() == [2, 3] and allocator.num_used == 2 and allocator.num_free == 1
+    for bad in ([0], [1, 2], [4]):
+        with pytest.raises(ValueError, match="2 <= id < 4"):
+            allocator.free(bad)
+    allocator.free([3])
+    assert allocator.free_ids().tolist() == [3, 4]

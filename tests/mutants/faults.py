@@ -54,6 +54,27 @@ FAULTS = [
         "True",
     ),
     Fault(
+        "a duplicate that is kept is freed",
+        "KVManager.publish",
+        "keep_own and num_duplicates",
+        "False",
+        MANAGER,
+    ),
+    Fault(
+        "what was kept is not freed at the end",
+        "KVManager._free_own",
+        "for own in sequence.kept:\n    self.allocator.free(own)",
+        "",
+        MANAGER,
+    ),
+    Fault(
+        "a partial match is given up after its count was told",
+        "KVManager.fits",
+        "self.give_up_partial(sequence)",
+        "",
+        MANAGER,
+    ),
+    Fault(
         "an advance keeps the partial match behind it",
         "KVManager.advance",
         "self._drop_partial(sequence, first)",
@@ -78,7 +99,7 @@ FAULTS = [
     Fault(
         "a namespace is dropped at admission",
         "KVManager.begin",
-        "self.cache.acquire(packed[:-TOKEN_BYTES], namespace)",
+        "self.cache.acquire(packed[:-TOKEN_BYTES] if match else b'', namespace)",
         "self.cache.acquire(packed[:-TOKEN_BYTES], None)",
     ),
     Fault(
