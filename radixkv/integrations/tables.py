@@ -8,7 +8,7 @@ Such an engine asks in an order of its own, and one step looks like this::
     end_step()         the copies to run before the step's forward pass
 
 What running requests compute is published when the first waiting request looks up, or the step ends: until then the
-engine may take a request out of the step again, whose blocks nobody will have computed. (Once it has done so, it admits
+engine may take a request out of the step again, whose blocks are never computed then. (Once it has done so, it admits
 none.) What an admitted request computes is published at once, so that the next one shares it.
 """
 
@@ -78,13 +78,13 @@ class SequenceTables:
     def begin_step(self) -> None:
         """The step before is final: what it computed can be copied from. O(what it changed)."""
         self.manager.commit()
-        self._has_admitted = False
 
     def end_step(self) -> list[BlockCopy]:
         """Returns the copies to run before the step's forward pass. Nothing is asked of the step after this."""
         self._publish_running()
         for name in list(self._pending):
             self._cancel(name)
+        self._has_admitted = False
         return self.manager.copies
 
     def look_up(

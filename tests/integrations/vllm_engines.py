@@ -1,0 +1,88 @@
+"""A tiny random model in vLLM, with vLLM's own index or with the tree."""
+
+import os
+from pathlib import Path
+
+# vLLM reads these when it is imported: no look-ups on the net, a pool of a gigabyte, the engine in this process.
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", OMP_NUM_THREADS="1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+RADIX = "radixkv.integrations.vllm.RadixScheduler"
+VOCABULARY = 512
+MAX_LEN = 1024
+
+
+def save_tiny_llama(folder: Path) -> str:
+    """Saves a Llama with random weights, wide enough that its tokens depend on all that it has read."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.25,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def engine_args(model: str, *, tree: bool, block_size: int = 32, num_blocks: int = 200, **options) -> dict:
+    """Arguments of vLLM's EngineArgs and LLM."""
+    return {
+        "model": model,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 16,
+        "enable_prefix_caching": True,
+        "block_size": block_size,
+        "num_gpu_blocks_override": num_blocks,
+        "enforce_eager": True,
+        "scheduler_cls": RADIX if tree else None,
+        **options,
+    }
+
+
+class Engine:
+    """vLLM's engine in this process, step by step.
+
+    Attributes:
+        engine: vLLM's LLMEngine.
+        scheduler: its scheduler.
+    """
+
+    def __init__(self, model: str, **options) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model, **options), disable_log_stats=False))
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+
+    def add(self, name: str, prompt: list[int], *, max_tokens: int = 8, priority: int = 0, salt=None, **sampling):
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling
+        )
+        request = {"prompt_token_ids": list(prompt)} | ({"cache_salt": salt} if salt else {})
+        self.engine.add_request(name, request, params, priority=priority)
+
+    def step(self) -> list:
+        """Returns the requests that ended in this step."""
+        return [output for output in self.engine.step() if output.finished]
+
+    def finish(self) -> dict:
+        """Runs until nothing is left: name -> output."""
+        done = {}
+        while self.engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in self.step()}
+        return done
