@@ -1,5 +1,6 @@
 """A tiny random model in vLLM, with vLLM's own index or with the tree."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def engine_args(model: str, *, tree: bool, block_size: int = 32, num_blocks: int
 
 
 class Engine:
-    """vLLM's engine in this process, step by step.
+    """vLLM's engine in this process, step by step; one at a time, in a `with` block.
 
     Attributes:
         engine: vLLM's LLMEngine.
@@ -66,6 +67,17 @@ class Engine:
 
         self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(model, **options), disable_log_stats=False))
         self.scheduler = self.engine.engine_core.engine_core.scheduler
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine.engine_core.shutdown()
+        del self.engine, self.scheduler
+        gc.collect()  # an engine that is collected while the next one runs takes its process group down
+        cleanup_dist_env_and_memory()
 
     def add(self, name: str, prompt: list[int], *, max_tokens: int = 8, priority: int = 0, salt=None, **sampling):
         from vllm import SamplingParams
