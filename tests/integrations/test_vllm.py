@@ -1,16 +1,35 @@
 """The tree inside vLLM: vLLM's scheduler over a shadow worker, and a tiny model in vLLM's own engine."""
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections import Counter, deque
+from copy import copy
+from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: `make test-vllm` runs these in an environment of their own")
 
+# isort: split
+from tests.integrations.vllm_engines import VOCABULARY, Engine, save_tiny_llama, with_tokenizer
+
+# isort: split
+from vllm.config import KVEventsConfig
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.replay import Replay
+from radixkv.cache.namespace import LoRA, Media, Salt
+from radixkv.fleet.routing.index import FleetIndex
+from radixkv.fleet.routing.zmq import ZmqSubscriber
+from radixkv.integrations.vllm import RadixKVCacheManager, RadixScheduler, check_fit, namespace_of, options_of
 from tests.integrations.shadow_worker import ShadowWorker, continuation, make_request, make_scheduler
-from tests.integrations.vllm_engines import VOCABULARY, Engine, save_tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -213,3 +232,293 @@ def test_hits_are_those_of_a_replay(model, block_size, num_blocks):
         totals[tree] = sum(hits)
         assert tree or replay.num_evicted_blocks > 0 or num_blocks in (60, 200)
     assert totals[True] > totals[False] > 0
+
+
+def test_never_fewer_hits_than_plain_vllm(model):
+    for seed, block_size, num_blocks in [(1, 16, 61), (2, 64, 16), (3, 16, 400), (4, 128, 10)]:
+        hits = {}
+        for tree in (False, True):
+            scheduler = make_scheduler(model, tree=tree, block_size=block_size, num_blocks=num_blocks)
+            worker = ShadowWorker(block_size)
+            for i, prompt in enumerate(conversations(seed)):
+                request = make_request(str(i), prompt, max_tokens=4, block_size=block_size)
+                scheduler.add_request(request)
+                while scheduler.has_unfinished_requests():
+                    step = scheduler.schedule()
+                    scheduler.update_from_output(step, worker.execute(step))
+                assert list(request.output_token_ids) == continuation(request)
+            hits[tree] = sum(len(p) for p in conversations(seed)) + 3 * 120 - worker.num_computed_tokens
+        assert hits[True] >= hits[False]
+
+
+# ---- vLLM's engine with a model
+
+
+def mixed(seed, num_requests=80):
+    """(name, prompt, options) of requests that share, with salts, priorities, several samples and scored prompts."""
+    choose = random.Random(seed)
+    for i, prompt in enumerate(conversations(seed, num_requests)):
+        options = {"max_tokens": choose.randint(1, 30), "priority": choose.randint(0, 3)}
+        if choose.random() < 0.2:
+            options["salt"] = "tenant"
+        if choose.random() < 0.1:
+            options["prompt_logprobs"] = 1
+        if choose.random() < 0.2:  # no sample of several may be greedy; these nearly are
+            options |= {"n": 3, "temperature": 0.01}
+        yield str(i), prompt[:600], options
+
+
+def serve_mixed(model, tree):
+    """Returns the tokens by request and sample, the requests that were aborted, and how often things happened."""
+    seen = Counter()
+    options = {"scheduling_policy": "priority", "max_num_batched_tokens": 256, "num_blocks": 60}
+    with Engine(model, tree=tree, **options) as engine:
+        scheduler, choose, tokens, aborted = engine.scheduler, random.Random(0), {}, set()
+        waiting = deque(mixed(5))
+        while waiting or engine.engine.has_unfinished_requests():
+            for _ in range(choose.randint(0, 3)):
+                if waiting:
+                    name, prompt, sampling = waiting.popleft()
+                    engine.add(name, prompt, **sampling)
+            if choose.random() < 0.02 and waiting:
+                aborted.add(name)
+                engine.engine.abort_request([name])
+            if choose.random() < 0.05:
+                seen["reset"] += engine.engine.reset_prefix_cache(reset_running_requests=choose.random() < 0.5)
+            for output in engine.step():
+                tokens[output.request_id] = [list(sample.token_ids) for sample in output.outputs]
+                seen["hits"] += output.num_cached_tokens or 0
+            if tree:
+                scheduler.kv_cache_manager.tables.manager.check()
+        if tree:
+            tables = scheduler.kv_cache_manager.tables
+            assert not list(tables.names()) and tables.manager.sizes.pinned == tables.manager.sizes.private == 0
+            assert tables.usage == 0
+    return tokens, aborted, seen
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(model):
+    return serve_mixed(model, tree=False)[0]
+
+
+def differing(tokens, aborted, plain):
+    return {name for name in plain.keys() - aborted if tokens.get(name) != plain[name]}
+
+
+def test_mixed_requests_get_the_tokens_of_plain_vllm(model, plain_tokens):
+    tokens, aborted, seen = serve_mixed(model, tree=True)
+    assert seen["reset"] > 2 and seen["hits"] > 2000 and len(plain_tokens) > 70
+    assert not differing(tokens, aborted, plain_tokens)
+
+
+def test_without_the_copies_tokens_differ(model, plain_tokens, monkeypatch):
+    take = RadixKVCacheManager.take_kv_cache_block_copies
+    monkeypatch.setattr(RadixKVCacheManager, "take_kv_cache_block_copies", lambda self: (take(self)[0][:0], []))
+    tokens, aborted, _ = serve_mixed(model, tree=True)
+    assert differing(tokens, aborted, plain_tokens)
+
+
+def test_grammars_are_followed_on_a_hit(model, tmp_path):
+    folder = with_tokenizer(model, tmp_path / "with_tokenizer")
+    with Engine(folder, tree=True, skip_tokenizer_init=False) as engine:
+        grammar = StructuredOutputsParams(choice=["yes", "no"])
+        prompt = [40 + i % 50 for i in range(100)]
+        for i in range(3):
+            engine.add(str(i), prompt, max_tokens=4, structured_outputs=grammar, ends=True)
+            done = engine.finish()[str(i)]
+            assert "".join(chr(29 + token) for token in done.outputs[0].token_ids if token > 2) in ("yes", "no")
+            assert done.num_cached_tokens == (99 if i else 0)
+
+
+def test_hits_are_counted_once_in_vllms_own_metrics(model):
+    scheduler, worker = make_scheduler(model, tree=True, block_size=16, num_blocks=20), ShadowWorker(16)
+    shared = list(range(3, 60))
+    requests = [make_request(str(i), [*shared, 100 + i], max_tokens=3, priority=i) for i in range(12)]
+    queries = hits = 0
+    for request in requests:
+        scheduler.add_request(request)
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        for of in scheduler.update_from_output(step, worker.execute(step)).values():
+            if of.scheduler_stats:
+                queries += of.scheduler_stats.prefix_cache_stats.queries
+                hits += of.scheduler_stats.prefix_cache_stats.hits
+    computed = worker.num_computed_tokens - 2 * len(requests)  # but for decodes
+    assert queries == sum(request.num_prompt_tokens for request in requests) and not any(
+        request.num_preemptions for request in requests
+    )
+    assert hits == queries - computed > 0
+
+
+def test_events_reach_an_index_through_vllms_publisher(model, tmp_path):
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("events", "replay")]
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=endpoints[0], replay_endpoint=endpoints[1]
+    )
+    index = FleetIndex(32)
+    index.add_replica("vllm")
+    num_batches = num_hits = 0
+    with (
+        Engine(model, tree=True, num_blocks=60, kv_events_config=config) as engine,
+        ZmqSubscriber(lambda event: index.apply("vllm", event), *endpoints) as subscriber,
+    ):
+        for i, prompt in enumerate(conversations(9, 60)):
+            salt = "tenant" if i % 5 == 0 else None
+            while num := subscriber.poll(0.05):
+                num_batches += num
+            predicted = index.num_matched("vllm", prompt[:-1], Salt(salt) if salt else None)
+            engine.add(str(i), prompt, max_tokens=2, salt=salt)
+            cached = engine.finish()[str(i)].num_cached_tokens
+            assert cached // 32 * 32 == predicted
+            num_hits += predicted
+    assert num_batches > 30 and num_hits > 500
+
+
+def test_a_running_request_survives_a_reset_and_shares_no_more(model):
+    scheduler, worker = make_scheduler(model, tree=True, block_size=4, num_blocks=50), ShadowWorker(4)
+    old, new = (make_request(name, range(3, 33), max_tokens=20, block_size=4) for name in "ab")
+    scheduler.add_request(old)
+    for _ in range(5):
+        step = scheduler.schedule()
+        scheduler.update_from_output(step, worker.execute(step))
+    assert scheduler.reset_prefix_cache()
+    scheduler.add_request(new)
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        scheduler.update_from_output(step, worker.execute(step))
+        scheduler.kv_cache_manager.tables.manager.check()
+    assert list(new.output_token_ids) == list(old.output_token_ids) == continuation(old)
+    assert worker.num_computed_tokens == 2 * (30 + 19)  # the later one found nothing of the first
+
+
+def test_new_blocks_are_told_to_workers_that_zero_them(model):
+    scheduler, worker = make_scheduler(model, tree=True, block_size=4, num_blocks=50), ShadowWorker(4)
+    scheduler.needs_kv_cache_zeroing = scheduler.kv_cache_manager._is_zeroing = True
+    for name, prompt in (("a", range(3, 33)), ("b", [*range(3, 26), 99, 98])):
+        request = make_request(name, prompt, max_tokens=6, block_size=4)
+        scheduler.add_request(request)
+        zeroed, known = [], set(scheduler.kv_cache_manager.tables.manager.allocator.free_ids().tolist())
+        while scheduler.has_unfinished_requests():
+            step = scheduler.schedule()
+            zeroed += step.new_block_ids_to_zero or []
+            scheduler.update_from_output(step, worker.execute(step))  # zeroes before it copies
+        assert list(request.output_token_ids) == continuation(request)
+        assert len(zeroed) == (9 if name == "a" else 3) and set(zeroed) <= known
+    assert worker.num_copies == 1
+
+
+# ---- what is refused, and by which name
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda c, k: setattr(c, "speculative_config", object()), "speculative decoding"),
+        (lambda c, k: setattr(c, "kv_transfer_config", SimpleNamespace(kv_connector="Nixl")), "the KV connector Nixl"),
+        (lambda c, k: k.kv_cache_groups.append(k.kv_cache_groups[0]), "2 KV cache groups"),
+        (lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallelism"),
+        (lambda c, k: setattr(c.observability_config, "kv_cache_metrics", True), "residency metrics"),
+    ],
+)
+def test_what_is_not_handled_is_refused_by_name(model, change, named):
+    scheduler = make_scheduler(model, tree=True, block_size=16, num_blocks=10)
+    config, kv_cache = copy(scheduler.vllm_config), copy(scheduler.kv_cache_config)
+    kv_cache.kv_cache_groups = list(kv_cache.kv_cache_groups)
+    for name in ("parallel_config", "observability_config"):
+        setattr(config, name, copy(getattr(config, name)))
+    change(config, kv_cache)
+    with pytest.raises(NotImplementedError, match=f"does not handle: .*{named}"):
+        RadixScheduler(config, kv_cache, None, 16)
+
+
+def test_sliding_windows_are_refused_by_name(model):
+    scheduler = make_scheduler(model, tree=True, block_size=16, num_blocks=10)
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=32)
+    kv_cache = copy(scheduler.kv_cache_config)
+    kv_cache.kv_cache_groups = [copy(kv_cache.kv_cache_groups[0])]
+    kv_cache.kv_cache_groups[0].kv_cache_spec = window
+    with pytest.raises(NotImplementedError, match="SlidingWindowSpec"):
+        RadixScheduler(scheduler.vllm_config, kv_cache, None, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"polcy": "lru"}, "polcy"), ({"policy": 3}, "policy"), ({"partial_blocks": 1}, "partial_blocks"), (3, "mapping")],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        options_of({"radixkv": options})
+
+
+def test_options_reach_the_cache(model):
+    config = {"radixkv": {"policy": "lfu", "partial_blocks": False}}
+    scheduler = make_scheduler(model, tree=True, block_size=16, num_blocks=10, additional_config=config)
+    cache = scheduler.kv_cache_manager.tables.manager.cache
+    assert not cache.partial_blocks and type(cache.tree.policy).__name__.lower() == "lfu"
+
+
+def test_a_vllm_that_asks_for_more_is_refused():
+    class Later(KVCacheManager):
+        def think(self):
+            """A method that is not known."""
+
+        def free(self, request, how):
+            """A parameter that is not known."""
+
+    with pytest.raises(ImportError, match=r"vllm 9\.9: Later has methods that radixkv does not know: \['think'\]"):
+        check_fit(Later, RadixKVCacheManager, "9.9")
+    del Later.think
+    with pytest.raises(ImportError, match=r"vllm 9\.9: Later.free takes \['how'\]"):
+        check_fit(Later, RadixKVCacheManager, "9.9")
+
+
+def test_embeddings_and_media_are_namespaces():
+    import torch
+
+    request = make_request("a", range(10), salt="s", lora="l", images=[("x", 2, 3)])
+    assert namespace_of(request) == (LoRA("l", "/l"), Salt("s"), Media("x", 2, 3))
+    request.prompt_embeds = torch.zeros(10, 4)
+    *_, first = namespace_of(request)
+    request.prompt_embeds = torch.ones(10, 4)
+    *_, second = namespace_of(request)
+    assert (first.start, first.length) == (0, 10) and first != second
+    assert namespace_of(make_request("b", range(10))) is None
+
+
+# ---- as an installed plugin, with the engine core in a process of its own
+
+SERVE = """
+import json, sys
+from tests.integrations.vllm_engines import engine_args
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    prompts = json.load(sys.stdin)
+    llm = LLM(**engine_args(sys.argv[1], tree=False))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+    done = [llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0] for prompt in prompts]
+    print(json.dumps([[list(output.outputs[0].token_ids), output.num_cached_tokens] for output in done]))
+"""
+
+
+def test_as_an_installed_plugin_with_the_core_in_its_own_process(model):
+    if "radixkv" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+        pytest.skip("radixkv is not installed here, so vLLM can't find its entry point: `make test-vllm` installs it")
+    prompts = list(conversations(3, 12))
+    found = {}
+    for plugins in ("none", "radixkv"):
+        done = subprocess.run(
+            [sys.executable, "-c", SERVE, model],
+            input=json.dumps(prompts),
+            capture_output=True,
+            text=True,
+            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": plugins},
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[plugins] = json.loads(done.stdout.splitlines()[-1])
+    assert [tokens for tokens, _ in found["radixkv"]] == [tokens for tokens, _ in found["none"]]
+    replay = Replay(CacheConfig("radix", 32), cache_outputs=True)
+    expected = [replay.feed(prompt, tokens[:-1]) for prompt, (tokens, _) in zip(prompts, found["none"], strict=True)]
+    assert [hits for _, hits in found["radixkv"]] == expected
+    assert sum(hits for _, hits in found["none"]) < sum(expected)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from pathlib import Path
 
 # vLLM reads these when it is imported: no look-ups on the net, a pool of a gigabyte, the engine in this process.
@@ -33,6 +34,26 @@ def save_tiny_llama(folder: Path) -> str:
         eos_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def with_tokenizer(model: str, folder: Path) -> str:
+    """Copies a model, with a tokenizer whose token n is the character 29 + n (as far as that is printable)."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(model, folder)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(29 + i): i for i in range(3, 98)}
+    words |= {f"<{i}>": i for i in range(98, VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -79,12 +100,11 @@ class Engine:
         gc.collect()  # an engine that is collected while the next one runs takes its process group down
         cleanup_dist_env_and_memory()
 
-    def add(self, name: str, prompt: list[int], *, max_tokens: int = 8, priority: int = 0, salt=None, **sampling):
+    def add(self, name: str, prompt: list[int], *, priority: int = 0, salt=None, ends=False, **sampling) -> None:
+        """Queues a request, greedy unless told otherwise; `ends`: a token may end it before max_tokens."""
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling
-        )
+        params = SamplingParams(**{"temperature": 0, "ignore_eos": not ends, "detokenize": False} | sampling)
         request = {"prompt_token_ids": list(prompt)} | ({"cache_salt": salt} if salt else {})
         self.engine.add_request(name, request, params, priority=priority)
 
