@@ -13,6 +13,7 @@ MASKS = ("tests/kernels/test_transformers_masks.py",)
 UNSEEN = ("tests/kernels/test_unseen.py",)
 INTERRUPTIONS = ("tests/experiments/test_interruptions.py",)
 STEPPING = ("tests/kernels/test_stepping.py",)
+TABLES = ("tests/integrations/test_tables.py",)
 INTERRUPTED = ("tests/kernels/test_planner.py", "tests/engine/test_tree_plans.py", "-k", "interrupted")
 
 
@@ -52,6 +53,45 @@ FAULTS = [
         "Node.is_computed",
         "self.num_uncommitted < self.num_blocks",
         "True",
+    ),
+    Fault(
+        "what a step may not compute is published",
+        "SequenceTables.allocate",
+        "self._unpublished[name] = num_computed",
+        "self._publish(held, num_computed)",
+        TABLES,
+    ),
+    Fault(
+        "a worker's block table is not append-only",
+        "SequenceTables._publish",
+        "self.manager.publish(sequence, held.span(start, end), start=start, keep_own=True)",
+        "self.manager.publish(sequence, held.span(start, end), start=start)",
+        TABLES,
+    ),
+    Fault("what runs is found a step late", "SequenceTables.look_up", "self._publish_running()", "", TABLES),
+    Fault(
+        "a look-up that is not admitted stays pinned",
+        "SequenceTables.end_step",
+        "for name in list(self._pending):\n    self._cancel(name)",
+        "",
+        TABLES,
+    ),
+    Fault(
+        "tokens that were taken back stay packed",
+        "SequenceTables.rewind",
+        "del held.packed[num_tokens * TOKEN_BYTES :]",
+        "",
+        TABLES,
+    ),
+    Fault(
+        "what is kept apart is published", "SequenceTables.keep_apart", "held.is_published = False", "", TABLES
+    ),
+    Fault(
+        "a count is told before a partial match is given up",
+        "SequenceTables.look_up",
+        "self.manager.fits(held.sequence, len(tokens), spare=spare)",
+        "",
+        TABLES,
     ),
     Fault(
         "a duplicate that is kept is freed",
