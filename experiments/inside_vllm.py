@@ -1,10 +1,10 @@
 """What does the tree buy inside vLLM, in place of vLLM's own index of KV?
 
-The same requests through vLLM twice, with its own KVCacheManager and with `radixkv.integrations.vllm.RadixScheduler`, group
-by group in alternation, so that a busy machine slows both alike. Expected: the same tokens; fewer tokens computed where
-requests part inside a block, the more so the larger vLLM's blocks are (16 on GPUs, 128 on CPUs by default); no
-difference where nothing is shared. Needs vLLM (`pip install 'radixkv[vllm]'`); the random model says nothing about
-any model's speed, only that both sides run the same one.
+The same requests through vLLM twice, with its own KVCacheManager and with
+`radixkv.integrations.vllm.RadixScheduler`, group by group in alternation, so that a busy machine slows both alike.
+Expected: the same tokens; fewer tokens computed where requests part inside a block, the more so the larger vLLM's blocks
+are (16 on GPUs, 128 on CPUs by default); no difference where nothing is shared. Needs vLLM (`pip install
+'radixkv[vllm]'`). The random model says nothing about any model's speed, only that both sides run the same one.
 
     python -m experiments.inside_vllm
     python -m experiments.inside_vllm --model Qwen/Qwen3-0.6B --dtype bfloat16 --gpu-memory 0.4   # on a GPU
@@ -180,10 +180,7 @@ def save_random_llama(folder: Path, **sizes: int) -> str:
 
 
 def measure(config: Config, workload: str) -> list[Row]:
-    """Serves one workload by both; no row where vLLM is not installed."""
-    if find_spec("vllm") is None:
-        console.print("inside_vllm: vLLM is not installed here, nothing to do (pip install 'radixkv[vllm]')")
-        return []
+    """Serves one workload by both."""
     with both(config) as sides:
         requests = prompts(config, workload, sides["plain"].vocab_size)
         rng = np.random.default_rng(config.seed)
@@ -246,7 +243,7 @@ def answer(data: Data) -> str:
             f"{tree['cpu_s'] / plain['cpu_s']:.2f} of the CPU time at blocks of {tree['block_size']}, the same tokens "
             f"in {tree['num_same']} of {tree['num_requests']}"
         )
-    return f"{'; '.join(told)}." if told else "vLLM was not installed where this ran."
+    return f"{'; '.join(told)}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -263,6 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--max-model-len", type=int, default=Config.max_model_len)
     add("--gpu-memory", type=float, default=Config.gpu_memory, help="share of a GPU's memory for each of the two")
     given = options.parse_args(arguments)
+    if find_spec("vllm") is None:
+        console.print("inside_vllm: vLLM is not installed here, nothing to do (pip install 'radixkv[vllm]')")
+        return
     config = Config(
         ("tree_of_thought",) if given.smoke else Config.workloads,
         given.trace,

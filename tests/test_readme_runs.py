@@ -55,6 +55,7 @@ RULES = (
     Rule(r"make model", "python -m radixkv.engine.model.fetch --help", "it downloads 98 MB"),
     Rule(r"make mutants", "make mutants ARGS='pinned'", "all of them take minutes: `pinned` plants some"),
     Rule(r"make test-cpus", "make test-cpus ARGS='--list'", "all levels take an hour"),
+    Rule(r"make test-vllm( VLLM=vllm)?", None, "it installs gigabytes"),
     Rule(r"make (test|test-slow)", r"make test ARGS='tests/test_arrows.py'", "this is one of the tests"),
     Rule(r"python -m experiments", "python -m experiments --out {out}", OUT),
     Rule(r"python -m experiments NAME --smoke", "python -m experiments hash_choice --smoke --out {out}", "one for all"),
@@ -63,6 +64,7 @@ RULES = (
         "python -m experiments.routing --help",
         "Ray is an extra; tests/fleet/test_ray_replicas.py runs it where it is installed",
     ),
+    Rule(r"python -m experiments\.inside_vllm .*", "python -m experiments.inside_vllm --help", "it takes a model"),
     Rule(r"python -m (experiments\.\w+)(?: --full)?", r"python -m \1 --smoke --out {out}", OUT),
     Rule(r"python -m (radixkv\.engine|radixkv_kernels)\.selftest", r"python -m \1.selftest", "as it stands"),
     Rule(
@@ -121,7 +123,7 @@ def test_every_block_is_python_or_commands_or_listed():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_rule(command):
     rule, match = rule_of(command)
-    if rule.runs is None and match.group(2):
+    if rule.runs is None and command.startswith("pip") and match.group(2):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert match.group(2) in extras
 

@@ -39,12 +39,35 @@ check_version(vllm.__version__)
 
 # What is asked of a KVCacheManager in the vLLM that this was written for: with more, it may miss what it is told.
 _KNOWN = frozenset(
-    """allocate_slots cache_blocks create_kv_cache_blocks estimate_cached_tokens evict_blocks
-    finalize_partial_tail_offloads free get_block_ids get_block_ids_for_computed_tokens get_blocks get_computed_blocks
-    get_computed_blocks_for_connector get_num_common_prefix_blocks make_prefix_cache_stats new_step_starts
-    pop_blocks_for_free prefix_cache_lookup_enabled record_blocks_for_zeroing record_prefix_cache_stats
-    remove_skipped_blocks reset_prefix_cache take_boundary_state_offloads take_events take_kv_cache_block_copies
-    take_new_block_ids truncate_computed_blocks usage""".split()
+    {
+        "allocate_slots",
+        "cache_blocks",
+        "create_kv_cache_blocks",
+        "estimate_cached_tokens",
+        "evict_blocks",
+        "finalize_partial_tail_offloads",
+        "free",
+        "get_block_ids",
+        "get_block_ids_for_computed_tokens",
+        "get_blocks",
+        "get_computed_blocks",
+        "get_computed_blocks_for_connector",
+        "get_num_common_prefix_blocks",
+        "make_prefix_cache_stats",
+        "new_step_starts",
+        "pop_blocks_for_free",
+        "prefix_cache_lookup_enabled",
+        "record_blocks_for_zeroing",
+        "record_prefix_cache_stats",
+        "remove_skipped_blocks",
+        "reset_prefix_cache",
+        "take_boundary_state_offloads",
+        "take_events",
+        "take_kv_cache_block_copies",
+        "take_new_block_ids",
+        "truncate_computed_blocks",
+        "usage",
+    }
 )
 _OPTIONS = {"policy": str, "partial_blocks": bool}
 
@@ -61,7 +84,7 @@ class RadixKVCacheManager(KVCacheManager):
     """
 
     def __init__(self, plain: KVCacheManager, cache: RadixCache) -> None:
-        vars(self).update(vars(plain))
+        self.__dict__.update(plain.__dict__)
         num_blocks = self.kv_cache_config.num_blocks - 1
         self.tables = SequenceTables(cache, num_blocks, first_block=1, publishes=self.enable_caching)
         self._is_zeroing = self.kv_cache_config.needs_kv_cache_zeroing
@@ -136,7 +159,7 @@ class RadixKVCacheManager(KVCacheManager):
         return [KVCacheBlockCopy(copy.source, copy.destination) for copy in self.tables.end_step()], []
 
     def take_new_block_ids(self) -> list[int]:
-        """Returns the blocks handed out since the last call, for workers that zero them, which they do before copies."""
+        """Returns the blocks handed out since the last call, for workers that zero them before they copy."""
         new, self._new_block_ids = self._new_block_ids, []
         return new
 
@@ -326,12 +349,16 @@ def check_fit(theirs: type, ours: type, version: str) -> None:
     """Raises ImportError unless `ours` takes all that is asked of `theirs`, whose methods are to be those known here."""
     public = {name for name in vars(theirs) if not name.startswith("_")}
     if unknown := public - _KNOWN:
-        raise ImportError(f"vllm {version}: {theirs.__name__} has methods that radixkv does not know: {sorted(unknown)}")
+        raise ImportError(
+            f"vllm {version}: {theirs.__name__} has methods that radixkv does not know: {sorted(unknown)}"
+        )
     for name in sorted(public & vars(ours).keys()):
         if callable(method := vars(theirs)[name]):
             taken = inspect.signature(vars(ours)[name]).parameters
             if unknown := inspect.signature(method).parameters.keys() - taken.keys():
-                raise ImportError(f"vllm {version}: {theirs.__name__}.{name} takes {sorted(unknown)}, unknown to radixkv")
+                raise ImportError(
+                    f"vllm {version}: {theirs.__name__}.{name} takes {sorted(unknown)}, unknown to radixkv"
+                )
 
 
 check_fit(KVCacheManager, RadixKVCacheManager, vllm.__version__)

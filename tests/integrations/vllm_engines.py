@@ -5,6 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
+from experiments.inside_vllm import save_random_llama
+
 # vLLM reads these when it is imported: no look-ups on the net, a pool of a gigabyte, the engine in this process.
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", OMP_NUM_THREADS="1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -17,11 +19,8 @@ MAX_LEN = 1024
 
 def save_tiny_llama(folder: Path) -> str:
     """Saves a Llama with random weights, wide enough that its tokens depend on all that it has read."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return save_random_llama(
+        folder,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -29,12 +28,7 @@ def save_tiny_llama(folder: Path) -> str:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=MAX_LEN,
-        initializer_range=0.25,
-        bos_token_id=1,
-        eos_token_id=2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def with_tokenizer(model: str, folder: Path) -> str:

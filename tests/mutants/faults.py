@@ -83,9 +83,7 @@ FAULTS = [
         "",
         TABLES,
     ),
-    Fault(
-        "what is kept apart is published", "SequenceTables.keep_apart", "held.is_published = False", "", TABLES
-    ),
+    Fault("what is kept apart is published", "SequenceTables.keep_apart", "held.is_published = False", "", TABLES),
     Fault(
         "a count is told before a partial match is given up",
         "SequenceTables.look_up",
