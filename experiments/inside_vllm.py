@@ -2,8 +2,8 @@
 
 The same requests through vLLM twice, with its own KVCacheManager and with
 `radixkv.integrations.vllm.RadixScheduler`, group by group in alternation, so that a busy machine slows both alike.
-Expected: the same tokens; fewer tokens computed where requests part inside a block, the more so the larger vLLM's blocks
-are (16 on GPUs, 128 on CPUs by default); no difference where nothing is shared. Needs vLLM (`pip install
+Expected: the same tokens; fewer tokens computed where requests part inside a block, the more so the larger vLLM's
+blocks are (16 on GPUs, 128 on CPUs by default); no difference where nothing is shared. Needs vLLM (`pip install
 'radixkv[vllm]'`). The random model says nothing about any model's speed, only that both sides run the same one.
 
     python -m experiments.inside_vllm

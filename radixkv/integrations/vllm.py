@@ -346,7 +346,7 @@ def _event(event: events.Event, kind: str, window: int | None) -> KVCacheEvent:
 
 
 def check_fit(theirs: type, ours: type, version: str) -> None:
-    """Raises ImportError unless `ours` takes all that is asked of `theirs`, whose methods are to be those known here."""
+    """Raises ImportError unless `ours` takes all that is asked of `theirs`, and every method of that is known."""
     public = {name for name in vars(theirs) if not name.startswith("_")}
     if unknown := public - _KNOWN:
         raise ImportError(

@@ -1,7 +1,7 @@
 """vLLM's scheduler over a worker without a model: each row of each block remembers whose KV it holds.
 
-A row's content is a hash of all that its KV depends on: the tokens up to it, adapter, salt and media. A sampled token is
-a function of the last row's, so right tokens and right rows are the same thing, and no model has to run. As vLLM's
+A row's content is a hash of all that its KV depends on: the tokens up to it, adapter, salt and media. A sampled token
+is a function of the last row's, so right tokens and right rows are the same thing, and no model has to run. As vLLM's
 workers do, this one appends to block tables, zeroes blocks, copies all sources before it writes any destination, and
 lets every row of a step be written before any is read.
 """
@@ -45,7 +45,17 @@ def make_scheduler(model, *, tree, block_size, num_blocks, is_async=False, **opt
 
 
 def make_request(
-    name, prompt, *, max_tokens=1, block_size=16, salt=None, lora=None, images=(), priority=0, scored=False
+    name,
+    prompt,
+    *,
+    max_tokens=1,
+    block_size=16,
+    salt=None,
+    lora=None,
+    images=(),
+    priority=0,
+    scored=False,
+    resumable=False,
 ):
     """Returns vLLM's request; `images` are (identifier, offset, length)."""
     from vllm import SamplingParams
@@ -61,6 +71,7 @@ def make_request(
         SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=1 if scored else None),
         None,
         priority=priority,
+        resumable=resumable,
         cache_salt=salt,
         lora_request=LoRARequest(lora, 1, f"/{lora}") if lora else None,
         mm_features=[

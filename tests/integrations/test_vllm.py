@@ -254,7 +254,7 @@ def test_never_fewer_hits_than_plain_vllm(model):
 # ---- vLLM's engine with a model
 
 
-def mixed(seed, num_requests=80):
+def mixed(seed, num_requests=200):
     """(name, prompt, options) of requests that share, with salts, priorities, several samples and scored prompts."""
     choose = random.Random(seed)
     for i, prompt in enumerate(conversations(seed, num_requests)):
@@ -274,7 +274,8 @@ def serve_mixed(model, tree):
     options = {"scheduling_policy": "priority", "max_num_batched_tokens": 256, "num_blocks": 60}
     with Engine(model, tree=tree, **options) as engine:
         scheduler, choose, tokens, aborted = engine.scheduler, random.Random(0), {}, set()
-        waiting = deque(mixed(5))
+        waiting, preempt = deque(mixed(5)), scheduler._preempt_request
+        scheduler._preempt_request = lambda *args, **kwargs: (seen.update(["preemption"]), preempt(*args, **kwargs))
         while waiting or engine.engine.has_unfinished_requests():
             for _ in range(choose.randint(0, 3)):
                 if waiting:
@@ -308,7 +309,8 @@ def differing(tokens, aborted, plain):
 
 def test_mixed_requests_get_the_tokens_of_plain_vllm(model, plain_tokens):
     tokens, aborted, seen = serve_mixed(model, tree=True)
-    assert seen["reset"] > 2 and seen["hits"] > 2000 and len(plain_tokens) > 70 and aborted
+    assert seen["reset"] > 2 and seen["hits"] > 5000 and seen["preemption"] > 5
+    assert len(plain_tokens) > 150 and aborted
     assert not differing(tokens, aborted, plain_tokens)
 
 
@@ -390,6 +392,38 @@ def test_a_running_request_survives_a_reset_and_shares_no_more(model):
         scheduler.kv_cache_manager.tables.manager.check()
     assert list(new.output_token_ids) == list(old.output_token_ids) == continuation(old)
     assert worker.num_computed_tokens == 2 * (30 + 19)  # the later one found nothing of the first
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+def test_a_streamed_session_goes_on_in_its_own_blocks(model, is_async):
+    scheduler = make_scheduler(model, tree=True, block_size=4, num_blocks=80, is_async=is_async)
+    worker, in_flight = ShadowWorker(4), deque()
+
+    def run():
+        while scheduler.has_unfinished_requests() or in_flight:
+            if scheduler.has_unfinished_requests() and len(in_flight) <= is_async:
+                step = scheduler.schedule()
+                in_flight.append((step, worker.execute(step)))
+                if len(in_flight) <= is_async:
+                    continue
+            scheduler.update_from_output(*in_flight.popleft())
+            scheduler.kv_cache_manager.tables.manager.check()
+
+    turns = [(list(range(3, 14)), ()), ([60, 61, 62, 63, 64], ()), ([70] * 6, [("x", 1, 4)]), ([80, 81, 82], ())]
+    session = None
+    for i, (prompt, images) in enumerate(turns):
+        turn = make_request("session", prompt, max_tokens=7, block_size=4, images=images, resumable=i < 3)
+        scheduler.add_request(turn)
+        session = session or turn
+        run()
+    tokens, features = list(session._all_token_ids), session.mm_features
+    assert len(features) == 1 and "session" not in scheduler.requests
+    computed = worker.num_computed_tokens
+    other = make_request("other", tokens[:60], block_size=4)  # without the image
+    scheduler.add_request(other)
+    run()
+    assert list(other.output_token_ids) == continuation(other)
+    assert 0 < worker.num_computed_tokens - computed < 60
 
 
 def test_new_blocks_are_told_to_workers_that_zero_them(model):
