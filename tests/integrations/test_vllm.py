@@ -158,7 +158,7 @@ class Script:
         return self.seen
 
 
-def run_script(model, seed, *, tree=True, is_async, num_operations=150, drops_copies=False):
+def run_script(model, seed, *, tree=True, is_async, num_operations=150, drops_copies=False, **options):
     choose = random.Random(seed)
     block_size, policy = choose.choice([1, 4, 16]), choose.choice(["fcfs", "priority"])
     scheduler = make_scheduler(
@@ -172,6 +172,7 @@ def run_script(model, seed, *, tree=True, is_async, num_operations=150, drops_co
         max_model_len=150,
         watermark=choose.choice([0.0, 0.05]),
         scheduler_reserve_full_isl=choose.choice([True, False]),
+        **options,
     )
     script = Script(seed, scheduler, ShadowWorker(block_size, drops_copies), is_async=is_async)
     return script.run(num_operations)
@@ -196,6 +197,12 @@ def test_every_row_read_is_the_readers_own_history(model, is_async):
 def test_the_shadow_worker_agrees_with_plain_vllm(model, is_async):
     for seed in range(6):
         run_script(model, seed, tree=False, is_async=is_async)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+def test_without_prefix_caching_nothing_is_shared(model, is_async):
+    for seed in range(6):
+        assert not run_script(model, seed, is_async=is_async, enable_prefix_caching=False)["copy"]
 
 
 def test_a_dropped_copy_is_noticed(model):
