@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from radixkv_kernels.tree_plans import MODES
 
 from experiments.lab.catalog import Entry
 from experiments.lab.harness import Row, parser, print_table
@@ -25,7 +26,6 @@ from experiments.lab.run import Cell, Data, run_experiment
 from experiments.serving import COLUMNS, Arrival, poisson, serve, summarize, warm_up
 from radixkv.blocks.config import CACHES, CacheConfig
 from radixkv.engine.engine import Engine
-from radixkv.engine.tree_plans import MODES
 
 ENTRY = Entry("serving", seconds=80, place=1, report=("--rates", "4", "8"))
 

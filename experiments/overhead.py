@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from radixkv_kernels import TreePlans
 
 from experiments.lab.catalog import Entry
 from experiments.lab.harness import Row, parser, print_table
@@ -26,8 +27,6 @@ from experiments.lab.plots import Figure, draw_stacks, pyplot
 from experiments.lab.run import Cell, Data, run_experiment
 from radixkv.blocks.kv_manager import KVManager
 from radixkv.cache.radix.cache import RadixCache
-from radixkv.engine.model.presets import TINY_GPT
-from radixkv.engine.tree_plans import TreePlans
 from radixkv.scheduling.batch import ScheduledBatch
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
@@ -101,10 +100,16 @@ class Planning:
 
     def __init__(self, cost: Roofline, block_size: int, clock: Callable[[], float]) -> None:
         shape = cost.shape
-        # Plans depend on heads and windows alone.
-        config = replace(TINY_GPT, num_q_heads=shape.num_q_heads, num_kv_heads=shape.num_kv_heads, head_dim=128)
-        options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "mode": "auto"}
-        self._plans = TreePlans(config, block_size=block_size, **options)
+        self._plans = TreePlans(
+            [None],
+            num_q_heads=shape.num_q_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=128,
+            block_size=block_size,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            mode="auto",
+        )
         self._clock = clock
         self.spent_s = 0.0
 
@@ -114,7 +119,8 @@ class Planning:
         counts = np.array([item.num_tokens for item in batch.sequences], np.int64)
         ends = np.concatenate([[0], np.cumsum(counts)])
         started = self._clock()
-        self._plans.of(batch.sequences, lens, ends)
+        sequences = batch.sequences
+        self._plans.of([s.sequence_id for s in sequences], [s.block_table for s in sequences], lens, ends)
         self.spent_s += self._clock() - started
 
     @property

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from radixkv_kernels.tree_plans import MODES
 
 from experiments.lab.catalog import Entry
 from experiments.lab.harness import Row, grouped, parser, print_table
@@ -25,7 +26,6 @@ from experiments.lab.plots import Figure, pyplot
 from experiments.lab.run import Cell, Data, run_experiment
 from radixkv.blocks.config import CacheConfig
 from radixkv.engine.engine import Engine
-from radixkv.engine.tree_plans import MODES
 from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import SchedulerConfig
 

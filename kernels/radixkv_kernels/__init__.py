@@ -8,6 +8,7 @@ from .plan.tensors import PlanBuffers
 from .plan.tree_plan import TreePlan
 from .selection import plan_tile
 from .torch_impl import attention_row_rule
+from .tree_plans import TreePlans
 
 __all__ = [
     "PlanBuffers",
@@ -16,6 +17,7 @@ __all__ = [
     "PlanTensors",
     "TreePlan",
     "TreePlanner",
+    "TreePlans",
     "UnsupportedImplementation",
     "attention_row_rule",
     "copy_blocks",

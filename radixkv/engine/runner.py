@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from radixkv_kernels import copy_blocks
+from radixkv_kernels import TreePlans, copy_blocks
 from torch import Tensor
 
 from radixkv.blocks.kv_manager import BlockCopy
@@ -20,7 +20,6 @@ from radixkv.engine.model.config import ModelConfig
 from radixkv.engine.model.row_linear import Product
 from radixkv.engine.model.transformer import Decoder, ForwardInput
 from radixkv.engine.model.weights import Model
-from radixkv.engine.tree_plans import TreePlans
 from radixkv.scheduling.batch import ScheduledBatch, ScheduledSequence
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,7 +72,14 @@ class Runner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tree_plans = TreePlans(
-            config, block_size=block_size, dtype=self.dtype, device=self.device, mode=tree_attention
+            config.windows,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=self.dtype,
+            device=self.device,
+            mode=tree_attention,
         )
         self._decoder = Decoder(Model(config, weights.to(self.dtype, self.device)), deterministic=deterministic)
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
@@ -176,7 +182,9 @@ class Runner:
             seq_lens=self._tensor(ends.astype(np.int32)),
             cu_seqlens_q=self._tensor(cu_seqlens_q.astype(np.int32)),
             logit_rows=self._tensor(wanted),
-            plans=self.tree_plans.of(sequences, ends, cu_seqlens_q),
+            plans=self.tree_plans.of(
+                [s.sequence_id for s in sequences], [s.block_table for s in sequences], ends, cu_seqlens_q
+            ),
         )
 
     def _check(

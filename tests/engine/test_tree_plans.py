@@ -9,17 +9,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from radixkv_kernels import TreePlan, TreePlanner
+from radixkv_kernels import TreePlan, TreePlanner, TreePlans, tree_plans
 from radixkv_kernels.plan import cells, cuts, order, planner, tables, tree_plan
 
 from radixkv.blocks.config import CacheConfig
 from radixkv.blocks.kv_manager import KVManager
-from radixkv.engine import tree_plans
 from radixkv.engine.engine import Engine
 from radixkv.engine.model.presets import PRESETS, RandomTensors
 from radixkv.engine.model.weights import Model, assemble
 from radixkv.engine.runner import Runner
-from radixkv.engine.tree_plans import TreePlans
 from radixkv.scheduling.batch import ScheduledSequence
 from radixkv.scheduling.request import SamplingParams
 from radixkv.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -58,12 +56,11 @@ class Checked(TreePlans):
         super().__init__(*arguments, **options)
         self.mistakes = []
 
-    def of(self, sequences, seq_lens, cu_seqlens_q):
-        plans = super().of(sequences, seq_lens, cu_seqlens_q)
-        width = max(len(s.block_table) for s in sequences)
-        table = np.full((len(sequences), width), -1, np.int32)
-        for row, sequence in zip(table, sequences, strict=True):
-            row[: len(sequence.block_table)] = sequence.block_table
+    def of(self, names, block_tables, seq_lens, cu_seqlens_q):
+        plans = super().of(names, block_tables, seq_lens, cu_seqlens_q)
+        table = np.full((len(names), max(map(len, block_tables))), -1, np.int32)
+        for row, blocks in zip(table, block_tables, strict=True):
+            row[: len(blocks)] = blocks
         for config in self._configs:
             names = ("block_size", "num_q_heads", "num_kv_heads", "cell_size", "window", "tile_rows", "kv_itemsize")
             options = {name: getattr(config, name) for name in names}
@@ -84,13 +81,19 @@ class Checked(TreePlans):
         return plans
 
 
+def arguments_of(model, block_size=16):
+    """What `TreePlans` asks about a model in float32 on the CPU."""
+    names = ("windows", "num_q_heads", "num_kv_heads", "head_dim")
+    sizes = {name: getattr(model.config, name) for name in names}
+    return {**sizes, "block_size": block_size, "dtype": torch.float32, "device": CPU}
+
+
 class Recorded(Engine):
     """Keeps the logits from which each token was sampled, by the tokens before it."""
 
     def __init__(self, model, mode, cache="radix", block_size=16, num_blocks=256, **limits):
         runner = Runner(model, num_blocks=num_blocks, block_size=block_size, deterministic=True, tree_attention=mode)
-        sizes = {"block_size": block_size, "dtype": runner.dtype, "device": runner.device}
-        runner.tree_plans = Checked(model.config, **sizes, mode=mode)
+        runner.tree_plans = Checked(**arguments_of(model, block_size), mode=mode)
         manager = KVManager(CacheConfig(cache, block_size).make(), num_blocks)
         super().__init__(runner, Scheduler(manager, SchedulerConfig(**limits)))
         self.logits = {}
@@ -213,9 +216,9 @@ class Stepped(Recorded):
         plans._configs = [replace(c, tile_rows=tile_rows, kv_itemsize=64) for c in plans._configs]
         planned, before, start = plans.of, {}, None
 
-        def of(sequences, seq_lens, cu_seqlens_q):
+        def of(names, block_tables, seq_lens, cu_seqlens_q):
             nonlocal before, start
-            plans = planned(sequences, seq_lens, cu_seqlens_q)
+            plans = planned(names, block_tables, seq_lens, cu_seqlens_q)
             rows = np.diff(cu_seqlens_q)
             first = (seq_lens - rows) // 256
             for window, plan in plans.items():
@@ -335,16 +338,17 @@ def sequence(name, table, start, end):
 
 
 def make_plans(model, mode="on"):
-    return TreePlans(model.config, block_size=16, dtype=torch.float32, device=CPU, mode=mode)
+    return TreePlans(**arguments_of(model), mode=mode)
 
 
 def checked_plans(model):
-    return Checked(model.config, block_size=16, dtype=torch.float32, device=CPU, mode="on")
+    return Checked(**arguments_of(model), mode="on")
 
 
 def ask(plans, *sequences):
     cu = np.concatenate([[0], np.cumsum([s.num_tokens for s in sequences])])
-    return plans.of(sequences, np.array([s.end for s in sequences]), cu)
+    names, tables = [s.sequence_id for s in sequences], [s.block_table for s in sequences]
+    return plans.of(names, tables, np.array([s.end for s in sequences]), cu)
 
 
 def test_a_block_put_in_place_of_another_is_noticed(model):
