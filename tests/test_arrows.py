@@ -18,7 +18,7 @@ ARROWS = {
     "cache": set(),
     "blocks": {"cache"},
     "traces": {"cache"},
-    "integrations": {"blocks", "cache"},
+    "integrations": {"blocks", "cache", "radixkv_kernels"},
     "scheduling": {"blocks", "cache"},
     "inspect": {"blocks", "cache", "traces"},
     "engine": {"blocks", "cache", "scheduling", "radixkv_kernels"},

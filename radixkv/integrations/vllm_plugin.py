@@ -1,6 +1,8 @@
-"""What vLLM loads of radixkv in each of its processes (entry point `vllm.general_plugins`), and which vLLM will do.
+"""What vLLM loads of radixkv in each of its processes (entry points of `vllm.general_plugins`), and which vLLM will do.
 
 `VLLM_PLUGINS=radixkv vllm serve MODEL` is `vllm serve MODEL --scheduler-cls radixkv.integrations.vllm.RadixScheduler`.
+`VLLM_PLUGINS=radixkv,radixkv_attention` has our attention besides: on a CPU at once, on a GPU with
+`--attention-backend CUSTOM`. Merely installed, neither changes anything.
 """
 
 import re
@@ -26,11 +28,8 @@ def register() -> None:
     Raises:
         ImportError: VLLM_PLUGINS names radixkv, and this vLLM is too old.
     """
-    from vllm import __version__, envs
-
-    if "radixkv" not in (envs.VLLM_PLUGINS or ()):
+    if not _is_named("radixkv"):
         return
-    check_version(__version__)
     from vllm.config import SchedulerConfig
 
     plain = SchedulerConfig.get_scheduler_cls
@@ -44,3 +43,25 @@ def register() -> None:
         return plain(config)
 
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+
+
+def register_attention() -> None:
+    """Makes our attention vLLM's CUSTOM backend, on a CPU its only one, where VLLM_PLUGINS names radixkv_attention.
+
+    Raises:
+        ImportError: VLLM_PLUGINS names radixkv_attention, and this vLLM is too old.
+    """
+    if _is_named("radixkv_attention"):
+        from radixkv_kernels.integrations.vllm import register
+
+        register()
+
+
+def _is_named(plugin: str) -> bool:
+    """Whether VLLM_PLUGINS names a plugin; ImportError where it does, and this vLLM is too old."""
+    from vllm import __version__, envs
+
+    is_named = plugin in (envs.VLLM_PLUGINS or ())
+    if is_named:
+        check_version(__version__)
+    return is_named

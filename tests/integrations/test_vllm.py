@@ -20,6 +20,7 @@ from tests.integrations.vllm_engines import MAX_LEN, VOCABULARY, Engine, save_ti
 
 # isort: split
 from vllm.config import KVEventsConfig
+from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
@@ -588,30 +589,40 @@ from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     prompts = json.load(sys.stdin)
-    llm = LLM(**engine_args(sys.argv[1], tree=False))
+    llm = LLM(**engine_args(sys.argv[1], tree=False, block_size=int(sys.argv[2])))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     done = [llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0] for prompt in prompts]
     print(json.dumps([[list(output.outputs[0].token_ids), output.num_cached_tokens] for output in done]))
 """
 
 
-def test_as_an_installed_plugin_with_the_core_in_its_own_process(model):
-    if "radixkv" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
-        pytest.skip("radixkv is not installed here, so vLLM can't find its entry point: `make test-vllm` installs it")
+@pytest.mark.parametrize(
+    ("plugins", "block_size"), [("radixkv", 32), ("radixkv,radixkv_attention", 16)], ids=["tree", "tree and attention"]
+)
+def test_as_an_installed_plugin_with_the_core_in_its_own_process(model, plugins, block_size):
+    """vLLM's own attention takes no blocks of 16 on a CPU: with ours vLLM starts at all."""
+    if set(plugins.split(",")) - {point.name for point in entry_points(group="vllm.general_plugins")}:
+        pytest.skip("radixkv is not installed here, so vLLM can't find its entry points: `make test-vllm` installs it")
     prompts = list(conversations(3, 12))
-    found = {}
-    for plugins in ("none", "radixkv"):
-        done = subprocess.run(
-            [sys.executable, "-c", SERVE, model],
+
+    def serve(plugins, block_size):
+        return subprocess.run(
+            [sys.executable, "-c", SERVE, model, str(block_size)],
             input=json.dumps(prompts),
             capture_output=True,
             text=True,
             env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": plugins},
         )
+
+    found = {}
+    for name, size in (("none", 32), (plugins, block_size)):
+        done = serve(name, size)
         assert done.returncode == 0, done.stderr[-2000:]
-        found[plugins] = json.loads(done.stdout.splitlines()[-1])
-    assert [tokens for tokens, _ in found["radixkv"]] == [tokens for tokens, _ in found["none"]]
-    replay = Replay(CacheConfig("radix", 32), cache_outputs=True)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    assert [tokens for tokens, _ in found[plugins]] == [tokens for tokens, _ in found["none"]]
+    replay = Replay(CacheConfig("radix", block_size), cache_outputs=True)
     expected = [replay.feed(prompt, tokens[:-1]) for prompt, (tokens, _) in zip(prompts, found["none"], strict=True)]
-    assert [hits for _, hits in found["radixkv"]] == expected
+    assert [hits for _, hits in found[plugins]] == expected
     assert sum(hits for _, hits in found["none"]) < sum(expected)
+    if "attention" in plugins and current_platform.is_cpu():
+        assert serve("none", block_size).returncode != 0

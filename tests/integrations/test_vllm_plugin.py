@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from radixkv.integrations.vllm_plugin import SCHEDULER, check_version, register
+from radixkv.integrations.vllm_plugin import SCHEDULER, check_version, register, register_attention
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0rc1", "1.0"])
@@ -62,3 +62,19 @@ def test_a_plugin_that_is_named_in_a_vllm_that_is_too_old(install):
     install("0.31.0", ["radixkv"])
     with pytest.raises(ImportError, match=r"0\.31\.0"):
         register()
+
+
+@pytest.mark.parametrize("plugins", [None, ["radixkv"], ["radixkv", "radixkv_attention"]])
+def test_attention_is_registered_where_it_is_named(install, monkeypatch, plugins):
+    install("0.32.0", plugins)
+    attention, calls = ModuleType("radixkv_kernels.integrations.vllm"), []
+    attention.register = lambda: calls.append(1)
+    monkeypatch.setitem(sys.modules, attention.__name__, attention)
+    register_attention()
+    assert len(calls) == (plugins is not None and "radixkv_attention" in plugins)
+
+
+def test_attention_that_is_named_in_a_vllm_that_is_too_old(install):
+    install("0.31.0", ["radixkv_attention"])
+    with pytest.raises(ImportError, match=r"0\.31\.0"):
+        register_attention()

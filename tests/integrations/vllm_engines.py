@@ -31,6 +31,41 @@ def save_tiny_llama(folder: Path) -> str:
     )
 
 
+def save_tiny_model(folder: Path, kind: str) -> str:
+    """Saves a random model of another kind: "gemma2", "mistral" or "bloom"."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_LEN,
+        "initializer_range": 0.25,
+    }
+    if kind == "gemma2":
+        config = transformers.Gemma2Config(
+            **sizes, sliding_window=100, attn_logit_softcapping=1.0, query_pre_attn_scalar=16
+        )
+    elif kind == "mistral":
+        config = transformers.MistralConfig(**sizes, sliding_window=100)
+    else:
+        names = ("vocab_size", "hidden_size", "initializer_range")
+        config = transformers.BloomConfig(**{name: sizes[name] for name in names}, n_layer=2, n_head=2)
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if "post_attention_layernorm" in name and kind == "gemma2":  # or its tied embeddings repeat the last token
+            weight.data.fill_(8.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def with_tokenizer(model: str, folder: Path) -> str:
     """Copies a model, with a tokenizer whose token n is the character 29 + n (as far as that is printable)."""
     from tokenizers import Tokenizer
