@@ -1,7 +1,8 @@
 """Engine: schedule -> run -> sample, on a prefix cache. The whole API of serving with one model.
 
 One thread steps the engine at a time. `add_request`, `abort`, `reset_cache` and `metrics.text()` may be called from any
-other: requests and aborts are taken in at the next step, a reset waits for the one under way (docs/internals.md, "Threads").
+other: requests and aborts are taken in at the next step, a reset waits for the one under way ("Threads" in
+docs/internals.md).
 
 **A step is a transaction.** What a request *is* lies outside of the scheduler: its prompt and the tokens of its samples
 (`radixkv.engine.generation`). Everything below (sequences, block tables, the cache) follows from that and can be made
