@@ -1,14 +1,16 @@
 """What does the tree buy inside vLLM, in place of vLLM's own index of KV?
 
-The same requests through vLLM twice, with its own KVCacheManager and with
-`radixkv.integrations.vllm.RadixScheduler`, group by group in alternation, so that a busy machine slows both alike.
-Expected: the same tokens; fewer tokens computed where requests part inside a block, the more so the larger vLLM's
-blocks are (16 on GPUs, 128 on CPUs by default); no difference where nothing is shared. Needs vLLM (`pip install
-'radixkv[vllm]'`). The random model says nothing about any model's speed, only that both sides run the same one.
+The same requests through vLLM with its own KVCacheManager ("plain"), with `radixkv.integrations.vllm.RadixScheduler`
+without partial blocks ("whole_blocks") and with them ("tree"), and with our attention besides ("attention"), group by
+group in alternation, so that a busy machine slows all alike. Expected: the same tokens; as many computed with whole
+blocks as by plain vLLM, fewer by the tree where requests part inside a block, the more so the larger vLLM's blocks are
+(16 on GPUs, 128 on CPUs by default); no difference where nothing is shared; our attention dearer than vLLM's own on a
+CPU. Needs vLLM (`pip install 'radixkv[vllm]'`). The random model says nothing about any model's speed, only that all
+sides run the same one.
 
     python -m experiments.inside_vllm
-    python -m experiments.inside_vllm --model Qwen/Qwen3-0.6B --dtype bfloat16 --gpu-memory 0.4   # on a GPU
-    python -m experiments.inside_vllm --trace my.jsonl --block-size 16
+    python -m experiments.inside_vllm --model Qwen/Qwen3-0.6B --dtype bfloat16   # on a GPU
+    python -m experiments.inside_vllm --trace my.jsonl --sides plain tree
 """
 
 import gc
@@ -38,7 +40,13 @@ from radixkv.traces.workload import open_workload
 
 ENTRY = Entry("serving", seconds=120, place=8)
 
-SIDES = {"plain": None, "tree": "radixkv.integrations.vllm.RadixScheduler"}
+TREE = {"scheduler_cls": "radixkv.integrations.vllm.RadixScheduler"}
+SIDES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "whole_blocks": TREE | {"additional_config": {"radixkv": {"partial_blocks": False}}},
+    "tree": TREE,
+    "attention": TREE,
+}
 SIZES: dict[str, dict[str, int]] = {
     "tree_of_thought": {"num_problems": 4},
     "multi_turn": {"num_conversations": 12, "num_turns": 4, "min_output_tokens": 8, "max_output_tokens": 24},
@@ -51,6 +59,7 @@ class Config:
     """What is served, and by what."""
 
     workloads: tuple[str, ...] = tuple(SIZES)
+    sides: tuple[str, ...] = tuple(SIDES)
     trace: str | None = None
     model: str = "random"
     """ "random" for a random Llama of 4 layers, or what `vllm serve` takes."""
@@ -61,8 +70,8 @@ class Config:
     num_at_once: int = 8
     max_tokens: int = 8
     max_model_len: int = 2048
-    gpu_memory: float = 0.4
-    """Share of a GPU's memory for each of the two."""
+    gpu_memory: float = 0.2
+    """Share of a GPU's memory for each side."""
     seed: int = 0
 
 
@@ -89,10 +98,18 @@ def prompts(config: Config, workload: str, vocab_size: int) -> list[list[int]]:
 class Side:
     """One vLLM, its engine in this process, and what it has done so far."""
 
-    def __init__(self, config: Config, model: str, scheduler: str | None) -> None:
+    def __init__(self, config: Config, model: str, name: str) -> None:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        options = dict(SIDES[name])
+        if name == "attention":
+            from radixkv_kernels.integrations.vllm import register, unregister
+
+            register()
+            if not current_platform.is_cpu():
+                options["attention_backend"] = "CUSTOM"
         arguments = EngineArgs(
             model=model,
             dtype=config.dtype,
@@ -101,10 +118,12 @@ class Side:
             enable_prefix_caching=True,
             block_size=config.block_size,
             gpu_memory_utilization=config.gpu_memory,
-            scheduler_cls=scheduler,
             disable_log_stats=True,
+            **options,
         )
         self.engine = LLMEngine.from_engine_args(arguments)
+        if name == "attention":
+            unregister()  # its layers have it
         self.vocab_size = self.engine.model_config.get_vocab_size()
         self.block_size = self.engine.vllm_config.cache_config.block_size
         self.tokens: dict[str, list[int]] = {}
@@ -138,8 +157,8 @@ class Side:
 
 
 @contextmanager
-def both(config: Config) -> Iterator[dict[str, Side]]:
-    """Starts a vLLM of each kind, and ends both."""
+def started(config: Config) -> Iterator[dict[str, Side]]:
+    """Starts a vLLM for each side, and ends all."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # CPU time is this process's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -149,8 +168,10 @@ def both(config: Config) -> Iterator[dict[str, Side]]:
         model = config.model
         if model == "random":
             model = save_random_llama(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        sides = {name: Side(config, model, scheduler) for name, scheduler in SIDES.items()}
+        sides: dict[str, Side] = {}
         try:
+            for name in config.sides:
+                sides[name] = Side(config, model, name)
             yield sides
         finally:
             for side in sides.values():
@@ -180,9 +201,10 @@ def save_random_llama(folder: Path, **sizes: int) -> str:
 
 
 def measure(config: Config, workload: str) -> list[Row]:
-    """Serves one workload by both."""
-    with both(config) as sides:
-        requests = prompts(config, workload, sides["plain"].vocab_size)
+    """Serves one workload by each side."""
+    with started(config) as sides:
+        first = sides[config.sides[0]]
+        requests = prompts(config, workload, first.vocab_size)
         rng = np.random.default_rng(config.seed)
         for side in sides.values():  # whatever is made at the first call
             side.serve({"warm": rng.integers(3, side.vocab_size, 40).tolist()}, 2)
@@ -195,7 +217,7 @@ def measure(config: Config, workload: str) -> list[Row]:
         return [
             {
                 "workload": Path(workload).stem,
-                "index": name,
+                "side": name,
                 "block_size": side.block_size,
                 "num_requests": len(requests),
                 "num_prompt_tokens": num_prompt_tokens,
@@ -203,7 +225,7 @@ def measure(config: Config, workload: str) -> list[Row]:
                 "ttft_p50_ms": statistics.median(side.ttft_s) * 1e3,
                 "cpu_s": side.cpu_s,
                 "wall_s": side.wall_s,
-                "num_same": sum(side.tokens[key] == tokens for key, tokens in sides["plain"].tokens.items()),
+                "num_same": sum(side.tokens[key] == tokens for key, tokens in first.tokens.items()),
             }
             for name, side in sides.items()
         ]
@@ -211,7 +233,7 @@ def measure(config: Config, workload: str) -> list[Row]:
 
 COLUMNS = {
     "workload": "{workload}",
-    "index": "{index}",
+    "side": "{side}",
     "block size": "{block_size}",
     "prompt tokens": "{num_prompt_tokens:,}",
     "computed": "{num_computed_tokens:,}",
@@ -223,27 +245,35 @@ COLUMNS = {
 
 
 def show(data: Data) -> None:
-    """Prints a line a workload and index."""
+    """Prints a line a workload and side."""
     print_table(f"vLLM with its own index and with the tree, {data['config']['model']} model", COLUMNS, data["rows"])
 
 
 def plot(data: Data) -> Figure:
     """Draws the tokens computed."""
-    return bars(data["rows"], "workload", "index", "num_computed_tokens", "prompt tokens computed", "Inside vLLM")
+    return bars(data["rows"], "workload", "side", "num_computed_tokens", "prompt tokens computed", "Inside vLLM")
 
 
 def answer(data: Data) -> str:
-    """One sentence."""
-    by_side = {name: {row["workload"]: row for row in data["rows"] if row["index"] == name} for name in SIDES}
-    told = []
-    for workload, tree in by_side["tree"].items():
-        plain = by_side["plain"][workload]
-        told.append(
-            f"{workload}: {tree['num_computed_tokens'] / plain['num_computed_tokens']:.2f} of the tokens computed and "
-            f"{tree['cpu_s'] / plain['cpu_s']:.2f} of the CPU time at blocks of {tree['block_size']}, the same tokens "
-            f"in {tree['num_same']} of {tree['num_requests']}"
+    """A sentence a workload."""
+    told = [f"Blocks of {data['rows'][0]['block_size']}"]
+    for workload, rows in by_workload(data).items():
+        first, *others = rows.values()
+        beside = (
+            f"{row['side']} {row['num_computed_tokens'] / first['num_computed_tokens']:.2f} of the tokens computed, "
+            f"{row['cpu_s'] / first['cpu_s']:.2f} of the CPU time, {row['num_same']} of {row['num_requests']} the same"
+            for row in others
         )
-    return f"{'; '.join(told)}."
+        told.append(f"{workload} beside {first['side']}: {'; '.join(beside)}")
+    return f"{'. '.join(told)}."
+
+
+def by_workload(data: Data) -> dict[str, dict[str, Row]]:
+    """Rows by workload and side, in the order in which they were asked for."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in data["rows"]:
+        found.setdefault(row["workload"], {})[row["side"]] = row
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -251,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser("inside_vllm", __doc__)
     add = options.add_argument
     add("--trace", help="a trace of any format that radixkv reads, in place of the workloads")
+    add("--sides", nargs="+", choices=tuple(SIDES), default=list(Config.sides), help="the others beside the first")
     add("--model", default=Config.model, help='"random", or a model as `vllm serve` takes it')
     add("--dtype", default=Config.dtype)
     add("--block-size", type=int, help="default: vLLM's own choice")
@@ -258,13 +289,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--at-once", type=int, default=Config.num_at_once, help="requests that arrive together")
     add("--max-tokens", type=int, default=Config.max_tokens)
     add("--max-model-len", type=int, default=Config.max_model_len)
-    add("--gpu-memory", type=float, default=Config.gpu_memory, help="share of a GPU's memory for each of the two")
+    add("--gpu-memory", type=float, default=Config.gpu_memory, help="share of a GPU's memory for each side")
     given = options.parse_args(arguments)
     if find_spec("vllm") is None:
         console.print("inside_vllm: vLLM is not installed here, nothing to do (pip install 'radixkv[vllm]')")
         return
     config = Config(
         ("tree_of_thought",) if given.smoke else Config.workloads,
+        tuple(given.sides),
         given.trace,
         given.model,
         given.dtype,
