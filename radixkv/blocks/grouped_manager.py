@@ -1,7 +1,7 @@
 """GroupedKVManager: which request holds which block of which group, by vLLM's rules for models of several groups.
 
 All groups share one pool and one free list: first blocks without a hash, the last freed first, then cached ones in the
-order in which they were given back. The order in which groups take and give back is the rule that decides what is evicted.
+order in which they were given back. So the order in which groups take and give back decides what is evicted.
 Source: vLLM 0.32, `vllm/v1/core/kv_cache_manager.py`, `single_type_kv_cache_manager.py` and `block_pool.py`.
 
 The caller's half (one forward pass at a time)::
@@ -11,7 +11,8 @@ The caller's half (one forward pass at a time)::
         manager.compute(sequence, budget=8192)
     manager.end(sequence)
 
-Sequences may take turns pass by pass, but a sequence's first pass follows its `begin` at once: what it hit is copied then.
+Sequences may take turns pass by pass, but a sequence's first pass follows its `begin` at once: a partly hit block is
+copied then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """GroupedHashCache: vLLM's flat hash where layers keep different things. Keys are (hash, group), one map a group.
 
 A position is hit where every group has what it needs to go on from there: full attention all blocks before it, a window
-the blocks that it reaches back to, a recurrent group the state. Source: vLLM 0.32, `vllm/v1/core/kv_cache_coordinator.py`
-and `single_type_kv_cache_manager.py`. What a request takes and gives back is `radixkv.blocks.grouped_manager`'s.
+the blocks that it reaches back to, a recurrent group the state. What a request takes and gives back is the manager's
+(`radixkv.blocks.grouped_manager`).
+
+Source: vLLM 0.32, `vllm/v1/core/kv_cache_coordinator.py` and `single_type_kv_cache_manager.py`.
 """
 
 from __future__ import annotations
@@ -142,13 +144,12 @@ class GroupedHashCache:
     def _last_window(self, hashes: Sequence[bytes], groups: list[int], limit: int, num_blocks: int) -> int:
         """Returns the last position up to a limit before which every group has a window, or all blocks from 0 on."""
         held = [self._maps[i].held for i in groups]
-        end = limit // self.layout.block_size
-        for index in range(end - 1, -1, -1):
-            key = self._whole(hashes, index)
+        first = end = limit // self.layout.block_size
+        while first and end - first < num_blocks:
+            first -= 1
+            key = self._whole(hashes, first)
             if not all(key in has for has in held):
-                end = index
-            elif end - index == num_blocks:
-                break
+                end = first
         return end * self.layout.block_size
 
     def _whole(self, hashes: Sequence[bytes], index: int) -> bytes:

@@ -1,6 +1,6 @@
 """How vLLM lays the layers of a model out in one pool of equal blocks: groups of layers, block size, positions.
 
-Source: vLLM 0.32, `vllm/v1/core/kv_cache_utils.py` (groups, equal pages) and `vllm/v1/core/sched/scheduler.py` (chunks).
+Source: vLLM 0.32, `vllm/v1/core/kv_cache_utils.py` (groups, equal pages), `vllm/v1/core/sched/scheduler.py` (chunks).
 """
 
 from __future__ import annotations
