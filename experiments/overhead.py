@@ -31,6 +31,7 @@ from radixkv.engine.tree_plans import TreePlans
 from radixkv.scheduling.batch import ScheduledBatch
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
+from radixkv.simulate.model_shapes import Attention
 from radixkv.traces import TraceRequest
 
 ENTRY = Entry("index", seconds=15, place=3, report=("--repeats", "1"))
@@ -100,9 +101,10 @@ class Planning:
     """Makes each batch's plan of tree attention, as a runner does, and adds up the time that it takes."""
 
     def __init__(self, cost: Roofline, block_size: int, clock: Callable[[], float]) -> None:
-        shape = cost.shape
+        layer = cost.shape.mixers[0]
+        assert isinstance(layer, Attention)
         # Plans depend on heads and windows alone.
-        config = replace(TINY_GPT, num_q_heads=shape.num_q_heads, num_kv_heads=shape.num_kv_heads, head_dim=128)
+        config = replace(TINY_GPT, num_q_heads=layer.num_q_heads, num_kv_heads=layer.num_kv_heads, head_dim=128)
         options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "mode": "auto"}
         self._plans = TreePlans(config, block_size=block_size, **options)
         self._clock = clock
