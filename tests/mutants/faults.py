@@ -14,7 +14,7 @@ UNSEEN = ("tests/kernels/test_unseen.py",)
 INTERRUPTIONS = ("tests/experiments/test_interruptions.py",)
 STEPPING = ("tests/kernels/test_stepping.py",)
 INTERRUPTED = ("tests/kernels/test_planner.py", "tests/engine/test_tree_plans.py", "-k", "interrupted")
-GROUPED = ("tests/blocks/test_grouped_manager.py",)
+GROUPED = ("tests/cache/test_grouped.py", "tests/blocks/test_grouped_manager.py")
 
 
 class Fault(NamedTuple):
