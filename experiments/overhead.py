@@ -30,6 +30,7 @@ from radixkv.cache.radix.cache import RadixCache
 from radixkv.scheduling.batch import ScheduledBatch
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.simulate import ClosedLoop, Roofline, Simulator, run, summarize
+from radixkv.simulate.model_shapes import Attention
 from radixkv.traces import TraceRequest
 
 ENTRY = Entry("index", seconds=15, place=3, report=("--repeats", "1"))
@@ -99,11 +100,12 @@ class Planning:
     """Makes each batch's plan of tree attention, as a runner does, and adds up the time that it takes."""
 
     def __init__(self, cost: Roofline, block_size: int, clock: Callable[[], float]) -> None:
-        shape = cost.shape
+        layer = cost.shape.mixers[0]
+        assert isinstance(layer, Attention)
         self._plans = TreePlans(
             [None],
-            num_q_heads=shape.num_q_heads,
-            num_kv_heads=shape.num_kv_heads,
+            num_q_heads=layer.num_q_heads,
+            num_kv_heads=layer.num_kv_heads,
             head_dim=128,
             block_size=block_size,
             dtype=torch.bfloat16,

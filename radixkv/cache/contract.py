@@ -31,7 +31,7 @@ NO_BLOCKS.flags.writeable = False
 NO_DUPLICATES: Blocks = np.empty((0, 2), np.int32)
 NO_DUPLICATES.flags.writeable = False
 
-MAX_BLOCK_SIZE = 1024
+MAX_BLOCK_SIZE = 16_384  # tokens: a block that holds the largest states of hybrid models has 8,320
 
 Rank = tuple[float, float]  # of what is evicted after all else: the lowest goes first
 TenantCaps = int | Mapping[str, int]  # number of blocks for each tenant, or for each by the value of its salt
@@ -365,7 +365,7 @@ class PrefixCache(Protocol):
 
 
 def check_block_size(block_size: int) -> int:
-    """Returns block_size; raises ValueError unless it is a whole number of 1 to 1024 tokens."""
+    """Returns block_size; raises ValueError unless it is a whole number of 1 to 16,384 tokens."""
     if isinstance(block_size, bool) or not isinstance(block_size, int) or not 1 <= block_size <= MAX_BLOCK_SIZE:
         raise ValueError(f"block_size: expected an int in 1..{MAX_BLOCK_SIZE}, got {block_size!r}")
     return block_size

@@ -36,7 +36,7 @@ class NullCache:
     ([], 0, 0)
 
     Args:
-        block_size: number of tokens in a block, 1 to 1024.
+        block_size: number of tokens in a block, 1 to 16,384.
 
     Raises:
         ValueError: block_size is out of range.

@@ -11,8 +11,17 @@ from typing import Protocol
 import numpy as np
 
 from radixkv.cache.contract import check_block_size
+from radixkv.cache.layers import Layer, Recurrent, Window
 from radixkv.simulate.gpus import GPUS, Gpu
-from radixkv.simulate.model_shapes import MODEL_SHAPES, ModelShape
+from radixkv.simulate.model_shapes import (
+    MODEL_SHAPES,
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Mamba2,
+    Mixer,
+    ModelShape,
+)
 from radixkv.simulate.step_load import StepLoad
 
 
@@ -26,10 +35,14 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Linear layers, attention of prompts, attention of decodes: each takes as long as its operations or its bytes.
+    """Linear layers, attention of prompts and of decodes, states: each takes as long as its operations or its bytes.
+
+    Recurrent layers compute their state a token at a time in this count: what chunked kernels add within a chunk, and
+    states that they store inside a pass, are not in it.
 
     Attributes:
-        num_gpus: tensor parallel; weights, KV and operations are split evenly, and each layer ends in two all-reduces.
+        num_gpus: tensor parallel; weights, KV and operations are split evenly, and every mixer and feed-forward layer
+            has an all-reduce.
         tree_attention: KV that decodes share is read once; else once for each sequence, from the L2 cache where what is
             shared of a layer fits in half of it.
         linear_efficiency: of the peak, large matrix products (assumed).
@@ -69,17 +82,26 @@ class Roofline:
         made.num_blocks(1)
         return made
 
+    def pool_bytes(self, memory_share: float = 0.9) -> float:
+        """Returns the bytes that the weights leave of this share of the memory; below 0 where they do not fit.
+
+        Raises:
+            ValueError: no such share.
+        """
+        if not 0 < memory_share <= 1:
+            raise ValueError(f"memory_share: expected a number over 0, up to 1, got {memory_share!r}")
+        return self.num_gpus * self.gpu.memory_bytes * memory_share - self.shape.memory_bytes
+
     def num_blocks(self, block_size: int, memory_share: float = 0.9) -> int:
-        """Returns how many blocks fit beside the weights, into this share of the memory.
+        """Returns how many blocks of full attention fit beside the weights, into this share of the memory.
+
+        What windows and recurrent layers keep is not taken off: a pool for all of it is `pool_bytes`.
 
         Raises:
             ValueError: none does; or no such block size, or share.
         """
         check_block_size(block_size)
-        if not 0 < memory_share <= 1:
-            raise ValueError(f"memory_share: expected a number over 0, up to 1, got {memory_share!r}")
-        memory = self.num_gpus * self.gpu.memory_bytes * memory_share - self.shape.memory_bytes
-        num_blocks = int(memory // (self.shape.kv_bytes_per_token * block_size))
+        num_blocks = int(self.pool_bytes(memory_share) // (self.shape.kv_bytes_per_token * block_size))
         if num_blocks < 1:
             raise ValueError(
                 f"num_gpus: expected enough for {self.shape.name}'s {self.shape.memory_bytes / 1e9:.0f} GB of weights "
@@ -93,7 +115,10 @@ class Roofline:
         return (
             self.step_overhead_s
             + self._linear_s(load, flops * self.linear_efficiency, speed)
-            + self._attention_s(load, flops * self.attention_efficiency, speed)
+            + sum(
+                count * self._mixer_s(load, mixer, layer, flops * self.attention_efficiency, speed)
+                for mixer, layer, count in self.shape.kinds
+            )
             + self._communication_s(load)
         )
 
@@ -105,23 +130,30 @@ class Roofline:
         output = shape.num_output_weights
         return layers + max(2 * load.num_logits * output / flops, output * shape.element_bytes / speed)
 
-    def _attention_s(self, load: StepLoad, flops: float, speed: float) -> float:
-        shape = self.shape
-        prefill = load.num_prefill_pairs * shape.prefill_flops_per_pair / flops
-        decode = load.num_decode_kv_tokens * shape.decode_flops_per_pair / flops
-        read = self._num_read_tokens(load) * shape.kv_bytes_per_token / speed
-        written = load.num_tokens + 2 * load.num_copied_tokens
-        return prefill + max(decode, read) + written * shape.kv_bytes_per_token / speed
+    def _mixer_s(self, load: StepLoad, mixer: Mixer, layer: Layer, flops: float, speed: float) -> float:
+        """Of one layer, that keeps `layer`."""
+        if isinstance(layer, Recurrent):
+            assert isinstance(mixer, DeltaNet | Mamba2)
+            # A decode and a chunk of a prompt read the state that they go on from, and write the one at their end.
+            moved = 2 * (load.num_decode_tokens + load.num_prefill_seqs) * layer.state_bytes
+            return max(moved / speed, load.num_tokens * mixer.flops_per_token / flops)
+        assert isinstance(mixer, Attention | LatentAttention)
+        if isinstance(layer, Window):
+            load = load.within(layer.num_tokens)
+        prefill = load.num_prefill_pairs * mixer.prefill_flops_per_pair / flops
+        decode = load.num_decode_kv_tokens * mixer.decode_flops_per_pair / flops
+        read = self._num_read_tokens(load, layer.token_bytes) * layer.token_bytes / speed
+        written = (load.num_tokens + 2 * load.num_copied_tokens) * layer.token_bytes / speed
+        return prefill + max(decode, read) + written
 
-    def _num_read_tokens(self, load: StepLoad) -> float:
-        """Tokens of KV that decodes read from memory, or that take as long."""
+    def _num_read_tokens(self, load: StepLoad, token_bytes: int) -> float:
+        """Tokens of KV of a layer that decodes read from memory, or that take as long."""
         unique, logical = load.num_unique_kv_tokens, load.num_decode_kv_tokens
         if self.tree_attention:
             return min(unique * self.tree_overhead, logical)
         again = logical - unique
         # What is shared is no more than what there is, and no more than what is read again.
-        shared_bytes = min(unique, again) * self.shape.kv_bytes_per_token / self.shape.num_layers
-        fits = shared_bytes <= self.gpu.l2_bytes * self.num_gpus / 2
+        fits = min(unique, again) * token_bytes <= self.gpu.l2_bytes * self.num_gpus / 2
         return unique + again / (self.l2_speedup if fits else 1.0)
 
     def _communication_s(self, load: StepLoad) -> float:
@@ -129,7 +161,7 @@ class Roofline:
             return 0.0
         num_bytes = load.num_tokens * self.shape.hidden_size * 2
         each = 2 * (self.num_gpus - 1) / self.num_gpus * num_bytes / self.gpu.link_bytes_per_s
-        return 2 * self.shape.num_layers * (self.all_reduce_latency_s + each)
+        return (len(self.shape.mixers) + len(self.shape.feed_forwards)) * (self.all_reduce_latency_s + each)
 
 
 FEATURES = (

@@ -1,5 +1,7 @@
 """StepLoad: what a scheduled batch makes a device do, in counts. Measured by the simulator, priced by a cost model."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,6 +36,18 @@ class StepLoad(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.num_prefill_tokens + self.num_decode_tokens
+
+    def within(self, window: int) -> StepLoad:
+        """Returns the load of layers whose tokens see so many at most, themselves included.
+
+        Sums over sequences are limited and not each sequence, so this is at most what it says: exact where all of a
+        kind are longer than the window, or none is.
+        """
+        return self._replace(
+            num_prefill_pairs=min(self.num_prefill_pairs, self.num_prefill_tokens * window),
+            num_decode_kv_tokens=min(self.num_decode_kv_tokens, self.num_decode_tokens * window),
+            num_unique_kv_tokens=min(self.num_unique_kv_tokens, self.num_decode_tokens * window),
+        )
 
 
 def measure_load(batch: ScheduledBatch, scheduler: Scheduler) -> StepLoad:

@@ -27,7 +27,7 @@ def expected(cache, num_tokens):
     return 0 if isinstance(cache, NullCache) else num_tokens
 
 
-@pytest.mark.parametrize("block_size", [0, -1, 1025, True, 1.0, "16", None])
+@pytest.mark.parametrize("block_size", [0, -1, 16_385, True, 1.0, "16", None])
 def test_block_size_is_checked(make_cache, block_size):
     with pytest.raises(ValueError, match="block_size"):
         make_cache(block_size)

@@ -352,7 +352,7 @@ def test_stored_values_are_no_views():
     ("call", "name"),
     [
         (lambda c, lease: RadixCache(0), "block_size"),
-        (lambda c, lease: RadixCache(1025), "block_size"),
+        (lambda c, lease: RadixCache(16_385), "block_size"),
         (lambda c, lease: RadixCache(1.5), "block_size"),
         (lambda c, lease: RadixCache(policy="best"), "policy"),
         (lambda c, lease: c.peek([-1]), "token_ids"),

@@ -15,6 +15,7 @@ INTERRUPTIONS = ("tests/experiments/test_interruptions.py",)
 STEPPING = ("tests/kernels/test_stepping.py",)
 TABLES = ("tests/integrations/test_tables.py",)
 INTERRUPTED = ("tests/kernels/test_planner.py", "tests/engine/test_tree_plans.py", "-k", "interrupted")
+GROUPED = ("tests/cache/test_grouped.py", "tests/blocks/test_grouped_manager.py")
 
 
 class Fault(NamedTuple):
@@ -132,6 +133,64 @@ FAULTS = [
         "RadixTree.append",
         "if node.children:\n    self._replace_partial_block(node.partial_block_before(span))",
         "",
+    ),
+    # ---- models of several groups
+    Fault(
+        "a block that is hit inside is not copied",
+        "GroupedKVManager._copy_of",
+        "if not sequence.num_passes:\n    return block",
+        "",
+        GROUPED,
+    ),
+    Fault(
+        "a kept state is written over",
+        "GroupedKVManager._copy_of",
+        "is_state and block in self.cache",
+        "False",
+        GROUPED,
+    ),
+    Fault(
+        "a state stays under the block that is written on",
+        "GroupedKVManager._grow",
+        "self.cache.move(group, source, copy)",
+        "",
+        GROUPED,
+    ),
+    Fault("an evicted block keeps its hashes", "GroupedKVManager._take", "self.cache.forget(evicted)", "", GROUPED),
+    Fault(
+        "a block without a hash waits to be evicted",
+        "GroupedKVManager._release",
+        "self._queue.remove(unhashed)",
+        "unhashed = []",
+        GROUPED,
+    ),
+    Fault(
+        "the state of two passes ago is never given back",
+        "GroupedKVManager._drop_passed",
+        "previous is not None and previous < -(-computed // block) - 1",
+        "False",
+        GROUPED,
+    ),
+    Fault(
+        "a state of one group is taken for all",
+        "GroupedHashCache._last_state",
+        "all(state in has for has in held)",
+        "any(state in has for has in held)",
+        GROUPED,
+    ),
+    Fault(
+        "a junction leaves no state",
+        "GroupedHashCache.publish",
+        "end in (last, last // block * block, junction // block * block)",
+        "end in (last, last // block * block)",
+        GROUPED,
+    ),
+    Fault(
+        "what one kind of layer cuts off is not looked at by the others",
+        "GroupedHashCache.match",
+        "hit in (before, 0)",
+        "True",
+        GROUPED,
     ),
     # ---- namespaces
     Fault(

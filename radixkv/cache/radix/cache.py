@@ -95,7 +95,7 @@ class RadixCache:
     CacheSizes(pinned=2, evictable=0)
 
     Args:
-        block_size: number of tokens in a block, 1 to 1024.
+        block_size: number of tokens in a block, 1 to 16,384.
         partial_blocks: share to the token at any block size: matches report how far the next block agrees, and
             released requests may leave a partly filled last block.
         policy: the name of one of `radixkv.cache.radix.policies`, or an object of a class of your own
