@@ -1,0 +1,407 @@
+"""HybridCache: the radix cache of models with layers that keep more, or less, than KV of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, Lease, check_count, check_live
+from radixkv.cache.hybrid.checkpoints import Checkpoint, TreeCheckpoints
+from radixkv.cache.hybrid.history import History
+from radixkv.cache.hybrid.placement import Placement, Placements, Visit
+from radixkv.cache.hybrid.placements import DEFAULT_PLACEMENT, make_placement
+from radixkv.cache.hybrid.retention import Retention, Weight
+from radixkv.cache.hybrid.retentions import make_retention
+from radixkv.cache.layers import Layers, token_bytes
+from radixkv.cache.namespace import Namespace
+from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.node import Node
+from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack, unpack
+
+
+@dataclass(eq=False, slots=True)
+class HybridLease:
+    """A pinned match: KV up to one position, and a checkpoint at or before it. Made by `HybridCache.acquire`.
+
+    Attributes:
+        kv: the match of full-attention KV, in whole blocks; it grows as KV is inserted.
+        checkpoint: what the request goes on from, pinned; None: from nothing. Each that it makes takes its place.
+        num_tokens: tokens that need not be computed: the checkpoint's position at `acquire`.
+        num_kv_tokens: tokens of which there is KV, the checkpoint's block included; those beyond num_tokens are computed
+            again, as the other layers' state is not there, but their KV need not be written.
+        num_shared: tokens that an earlier request has too.
+        ghost: the deepest checkpoint given up among these, if deeper than num_tokens: what would have been hit.
+        stops: positions where checkpoints are to be made, ascending, with the placement that asks for each; a chunk of
+            the prompt ends at each.
+    """
+
+    kv: Lease
+    checkpoint: Checkpoint | None
+    num_tokens: int
+    num_kv_tokens: int
+    num_shared: int
+    ghost: Checkpoint | None
+    stops: dict[int, str]
+    key: bytes = field(repr=False)  # the cache's own: the packed prompt
+    is_known: bool = False  # the cache's own: whether history has it
+
+
+class GivenUp(NamedTuple):
+    """What `HybridCache.evict` gave up.
+
+    Attributes:
+        states: of the checkpoints that became ghosts.
+        block_ids: [n] int32, blocks of KV that no checkpoint needs any more.
+    """
+
+    states: list[Any]
+    block_ids: Blocks
+
+
+class HybridCache:
+    """A radix tree of KV with checkpoints at its positions. Token ids, block ids and counts only: no tensors.
+
+    >>> from radixkv.cache.layers import FullAttention, Recurrent
+    >>> cache = HybridCache((FullAttention(1), Recurrent(100, 1)), block_size=2, placement="branch+end")
+    >>> lease = cache.acquire([1, 2, 3, 4, 5])
+    >>> lease.num_tokens, lease.stops
+    (0, {5: 'end'})
+    >>> duplicates = cache.insert(lease, [1, 2, 3, 4, 5], block_ids=[10, 11])
+    >>> cache.checkpoint(lease, 5, state="at 5", num_bytes=100)
+    True
+    >>> cache.commit()
+    >>> cache.release(lease).tolist()
+    []
+    >>> lease = cache.acquire([1, 2, 3, 9])           # there is KV of two tokens, but a state at the fifth alone
+    >>> lease.num_tokens, lease.num_kv_tokens, lease.num_shared, lease.stops
+    (0, 2, 3, {3: 'branch', 4: 'end'})
+
+    A match is the deepest position, to the token, with a checkpoint. KV is held as far as some checkpoint or running
+    request needs it, and the tokens of earlier requests as long as history has room.
+
+    Args:
+        layers: of the model.
+        block_size: number of tokens in a block of KV.
+        placement: where checkpoints are made: names joined by + (`radixkv.cache.hybrid.placements`).
+        retention: which checkpoint goes first: the name of one of `radixkv.cache.hybrid.retentions`, or an object.
+        max_ghost_tokens: tokens of earlier requests that are remembered; 4 to 9 bytes each.
+
+    Attributes:
+        kv: the cache of full-attention KV. Evict through this class, not through it.
+        clock: number of requests that used it so far.
+        num_made, num_evicted: checkpoints, so far.
+
+    Raises:
+        ValueError: an argument is out of range or no name is known.
+
+    Cost: `acquire` two matches (`RadixCache.acquire`, and the history's); `evict` O(checkpoints).
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        block_size: int = 16,
+        *,
+        placement: str | Placement | Placements = DEFAULT_PLACEMENT,
+        retention: str | Retention = "adaptive",
+        max_ghost_tokens: int = 8_000_000,
+    ) -> None:
+        self.block_size = block_size
+        self.layers = layers
+        self.placement = make_placement(placement)
+        self.retention = make_retention(retention)
+        self._token_bytes = token_bytes(layers)
+        self._max_ghost_tokens = check_count("max_ghost_tokens", max_ghost_tokens)
+        self.kv = RadixCache(block_size, partial_blocks=False)
+        self._checkpoints = TreeCheckpoints(self.kv.tree)
+        self._history = History(self._max_ghost_tokens)
+        self._moves: list[tuple[HybridLease, Checkpoint, bool, Checkpoint | None]] = []  # since the last commit
+        self.clock = self.num_made = self.num_evicted = 0
+        self.retention.begin(self._history.checkpoints)
+
+    # ---- matching
+
+    def acquire(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace | None = None,
+        *,
+        turns: Iterable[int] = (),
+        named: Iterable[int] = (),
+    ) -> HybridLease:
+        """Pins the deepest checkpoint of a prompt before its last token, and the KV that there is.
+
+        Args:
+            token_ids: [n] the whole prompt. Its last token is always computed.
+            namespace: what else its KV and states depend on, or are to be kept apart by.
+            turns: positions where turns of the chat end.
+            named: positions where the caller wants a checkpoint.
+
+        Returns:
+            A lease, to be ended by `release` or `cancel`.
+
+        Raises:
+            ValueError: bad tokens or namespace.
+        """
+        key = pack(token_ids)
+        matched = key[:-TOKEN_BYTES]
+        kv = self.kv.acquire(matched, namespace)
+        num_most = len(matched) // TOKEN_BYTES
+        found = self._checkpoints.deepest(kv.cursor, self.kv.fold(matched, namespace), num_most)
+        passed = self._history.match(matched, namespace)
+        num_tokens = 0
+        if found is not None:
+            found.pins += 1
+            num_tokens = found.position
+        ghost = passed.deepest if passed.deepest is not None and passed.deepest.position > num_tokens else None
+        num_shared = max(passed.num_shared, num_tokens)
+        visit = Visit(len(key) // TOKEN_BYTES, num_tokens, num_shared, tuple(turns), tuple(named))
+        num_kv_tokens = max(kv.num_tokens, num_tokens)
+        stops = self.placement.positions(visit)
+        return HybridLease(kv, found, num_tokens, num_kv_tokens, num_shared, ghost, stops, key)
+
+    def _know(self, lease: HybridLease) -> None:
+        """Notes a request, once, when it has been admitted: what it goes on from is used, and history has it."""
+        if lease.is_known:
+            return
+        lease.is_known = True
+        self.clock += 1
+        for used in (lease.checkpoint, lease.ghost):
+            if used is not None:
+                self.retention.met(used, self.clock)
+                used.last_use = self.clock
+                used.num_uses += 1
+        for checkpoint in self._history.add(lease.key, lease.kv.namespace):
+            self.retention.forgotten(checkpoint, self.clock)
+
+    # ---- publishing
+
+    def insert(self, lease: HybridLease, token_ids: TokenIds, block_ids: Any) -> Blocks:
+        """Publishes the full blocks of KV after the KV match's end, as `RadixCache.insert` does."""
+        duplicates = self.kv.insert(lease.kv, token_ids, block_ids)
+        self._know(lease)
+        return duplicates
+
+    def checkpoint(
+        self, lease: HybridLease, position: int, state: Any, num_bytes: int, token_ids: TokenIds | None = None
+    ) -> bool:
+        """Leaves a checkpoint. The lease goes on from it.
+
+        Args:
+            lease: of this request, its KV inserted up to the last border of a block before the position.
+            position: number of tokens before it.
+            state: what it takes to go on here besides whole blocks of KV; the cache's until `evict` or `withdraw`
+                returns it.
+            num_bytes: of the state, at most: parts that others hold too may be counted.
+            token_ids: the request's tokens up to the position at least; None: the prompt's.
+
+        Returns:
+            Whether it was taken. Else the state stays the caller's: there is one already, the lease is stale, or a
+            namespace starts in the block.
+
+        Raises:
+            ValueError: the lease has ended, or its KV does not reach the position.
+        """
+        check_live(lease.kv)
+        key = lease.key if token_ids is None else pack(token_ids)
+        border = position // self.block_size * self.block_size
+        if position > len(key) // TOKEN_BYTES or border > lease.kv.num_tokens or position < 1:
+            raise ValueError(f"position: expected one whose blocks are inserted ({lease.kv.num_tokens}), got {position}")
+        self._know(lease)
+        namespace = lease.kv.namespace
+        place = self._checkpoints.place(self.kv.fold(key, namespace), position, namespace is None)
+        if lease.kv.is_stale or place is None:
+            return False
+        there = self._checkpoints.at(position, *place)
+        is_new = there is None
+        if there is None:
+            reason = lease.stops.get(position, "output")
+            there = self._history.record(key, position, reason, self.clock, namespace)
+            there.state, there.num_bytes, there.last_use = state, num_bytes, self.clock
+            self._checkpoints.hang(there, *place)
+            self.num_made += 1
+        if lease.checkpoint is not there:
+            self._moves.append((lease, there, is_new, lease.checkpoint))
+            there.pins += 1
+            if lease.checkpoint is not None:
+                lease.checkpoint.is_continued = True
+                lease.checkpoint.pins -= 1
+            lease.checkpoint = there
+        return is_new
+
+    # ---- ends
+
+    def release(self, lease: HybridLease, token_ids: TokenIds | None = None) -> Blocks:
+        """Ends the lease.
+
+        Args:
+            lease: one that has not ended.
+            token_ids: prompt and output, to be remembered in the prompt's place.
+
+        Returns:
+            [n] int32, blocks of KV beyond the last checkpoint, which serve no hit: the caller's again.
+
+        Raises:
+            ValueError: the lease has ended.
+        """
+        check_live(lease.kv)
+        self._know(lease)
+        if token_ids is not None:
+            for checkpoint in self._history.add(pack(token_ids), lease.kv.namespace):
+                self.retention.forgotten(checkpoint, self.clock)
+        return self._end(lease, is_used=True)
+
+    def cancel(self, lease: HybridLease) -> Blocks:
+        """Ends a lease as if it had never been acquired.
+
+        Raises:
+            ValueError: the lease has ended or has grown.
+        """
+        return self._end(lease, is_used=False)
+
+    def _end(self, lease: HybridLease, is_used: bool) -> Blocks:
+        node = lease.kv.cursor
+        if is_used:
+            self.kv.release(lease.kv)
+        else:
+            self.kv.cancel(lease.kv)
+        if lease.checkpoint is not None:
+            lease.checkpoint.pins -= 1
+            lease.checkpoint = None
+        return self._give_up(node)
+
+    def _give_up(self, node: Node) -> Blocks:
+        """Gives up the KV that no checkpoint needs at the end of a branch. Cost: O(nodes given up)."""
+        given_up = []
+        while node.parent is not None and not (node.pins or node.children or node.is_removed):
+            num_kept = (self._checkpoints.last_border(node) - node.start) // self.block_size
+            if num_kept == node.num_blocks:
+                break
+            parent = node.parent
+            given_up.append(self.kv.give_up(node, num_kept))
+            if num_kept:
+                break
+            node = parent
+        return np.concatenate(given_up) if given_up else NO_BLOCKS
+
+    # ---- shrinking
+
+    def weigh(self, checkpoint: Checkpoint) -> Weight:
+        """Returns what giving a checkpoint up would cost and free. Cost: O(nodes up to the next checkpoint)."""
+        above = self._checkpoints.above(checkpoint)
+        node = self._checkpoints.node_of(checkpoint)
+        border = checkpoint.position // self.block_size * self.block_size
+        num_alone = 0
+        continues = bool(node.children) or self._checkpoints.last_border(node, checkpoint) >= max(border, 1)
+        if not continues and not node.pins:
+            below: Node | None = None
+            while node.parent is not None and not node.pins and not node.children.keys() - _keys(below, self.kv.tree.width):
+                last = self._checkpoints.last_border(node, checkpoint)
+                num_alone += min(node.start + node.num_tokens, border) - last
+                if last > node.start:
+                    break
+                below, node = node, node.parent
+        num_saved = checkpoint.position - (above.position if above is not None else 0)
+        return Weight(num_saved, checkpoint.num_bytes + num_alone * self._token_bytes, continues)
+
+    def evict(self) -> GivenUp | None:
+        """Gives up the checkpoint that the retention ranks lowest, with the KV that it alone needs.
+
+        Returns:
+            What is the caller's again; None where every checkpoint is pinned.
+
+        Cost: O(checkpoints).
+        """
+        rank = self.retention.rank
+        lowest, victim = None, None
+        for checkpoint in self._checkpoints:
+            if not checkpoint.pins:
+                found = rank(checkpoint, self.weigh(checkpoint), self.clock)
+                if lowest is None or found < lowest:
+                    lowest, victim = found, checkpoint
+        if victim is None:
+            return None
+        self.num_evicted += 1
+        node = self._checkpoints.take_down(victim)
+        state, victim.state = victim.state, None
+        return GivenUp([state], self._give_up(node))
+
+    # ---- steps
+
+    def commit(self) -> None:
+        """The step is computed: what was inserted and left since the last commit stays."""
+        self.kv.commit()
+        self._moves.clear()
+
+    def withdraw(self) -> GivenUp:
+        """Undoes every insert and checkpoint since the last commit; what is returned is the caller's again."""
+        states = []
+        for lease, checkpoint, is_new, before in reversed(self._moves):
+            if lease.checkpoint is checkpoint:
+                checkpoint.pins -= 1
+                if before is not None and before in self._checkpoints:
+                    before.pins += 1
+                    lease.checkpoint = before
+                else:
+                    lease.checkpoint = None
+            if is_new and checkpoint in self._checkpoints:
+                self._checkpoints.take_down(checkpoint)
+                states.append(checkpoint.state)
+                checkpoint.state = None
+        self._moves.clear()
+        return GivenUp(states, self.kv.withdraw())
+
+    # ---- what it holds
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Number of checkpoints that are there. O(1)."""
+        return len(self._checkpoints)
+
+    def states(self) -> list[Any]:
+        """Returns the states of the checkpoints that are there. O(checkpoints)."""
+        return [checkpoint.state for checkpoint in self._checkpoints]
+
+    def block_at(self, lease: HybridLease, number: int) -> int:
+        """Returns the id of a block of KV that a lease pins. O(nodes above the lease's end).
+
+        Raises:
+            ValueError: the lease does not reach it.
+        """
+        check_live(lease.kv)
+        node = lease.kv.cursor
+        while node.start > number * self.block_size:
+            node = node.parent
+        ids = unpack(node.blocks)
+        at = number - node.start // self.block_size
+        if not 0 <= at < len(ids):
+            raise ValueError(f"number: expected a block that the lease pins, got {number}")
+        return int(ids[at])
+
+    @property
+    def num_ghosts(self) -> int:
+        """Number of checkpoints that are known and not there. O(known)."""
+        return sum(checkpoint.state is None for checkpoint in self._history.checkpoints)
+
+    def check(self) -> None:
+        """Raises CacheCorruption unless every invariant holds. O(everything); for tests."""
+        self.kv.check()
+        self._checkpoints.check()
+        self._history.check()
+        if self._checkpoints.lost:
+            raise CacheCorruption(f"violated: KV outlives checkpoints, got {self._checkpoints.lost}")
+        if any(checkpoint.state is None for checkpoint in self._checkpoints):
+            raise CacheCorruption("violated: a checkpoint in the tree has a state")
+        nodes = [self.kv.tree.root]
+        for node in nodes:  # grows while it is walked
+            nodes.extend(node.children.values())
+            is_leaf = node.parent is not None and not node.pins and not node.children
+            if is_leaf and self._checkpoints.last_border(node) != node.start + node.num_tokens:
+                raise CacheCorruption("violated: KV that nothing uses ends at a checkpoint")
+
+
+def _keys(node: Node | None, width: int) -> set[bytes]:
+    return set() if node is None else {node.span[:width]}
