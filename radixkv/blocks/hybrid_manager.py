@@ -173,10 +173,18 @@ class HybridManager:
 
     def _make_room(self, num_pages: int) -> None:
         while self.pool.missing(num_pages):
-            given_up = self.cache.evict()
+            given_up = self.cache.evict(self._shorten)
             if given_up is None:
                 raise OutOfPages(f"{num_pages} pages wanted, {self.pool.missing(num_pages)} more than can be made free")
             self._take_back(given_up)
+
+    def _shorten(self, state: State) -> tuple[State, int]:
+        """Returns the state at the border of the cell, and its bytes; for layers without windows."""
+        position = state.position - state.position % CELL
+        size = self.layout.block_size
+        tail = self.pool.share(state.kv_tail) if position % size else NO_PAGES
+        shorter = State(position, self.pool.share(state.recurrent), NO_PAGES, {}, tail)
+        return shorter, len(shorter.all()) * self.layout.page_bytes
 
     def _take_back(self, given_up: GivenUp) -> None:
         for state in given_up.states:

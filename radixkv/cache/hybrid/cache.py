@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from radixkv.cache.hybrid.placement import Placement, Placements, Visit
 from radixkv.cache.hybrid.placements import DEFAULT_PLACEMENT, make_placement
 from radixkv.cache.hybrid.retention import Retention, Weight
 from radixkv.cache.hybrid.retentions import make_retention
-from radixkv.cache.layers import Layers, token_bytes
+from radixkv.cache.layers import CELL, Layers, Recurrent, Window, token_bytes
 from radixkv.cache.namespace import Namespace
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.radix.node import Node
@@ -114,6 +114,12 @@ class HybridCache:
         self.placement = make_placement(placement)
         self.retention = make_retention(retention)
         self._token_bytes = token_bytes(layers)
+        # A window's blocks before the position are not there at the border, nor is what an odd block size cuts through.
+        can_shorten = not any(isinstance(each, Window) for each in layers) and (
+            CELL % block_size == 0 or block_size % CELL == 0
+        )
+        rows = sum(each.row_bytes for each in layers if isinstance(each, Recurrent))
+        self._row_bytes = rows if can_shorten else 0
         self._max_ghost_tokens = check_count("max_ghost_tokens", max_ghost_tokens)
         self.kv = RadixCache(block_size, partial_blocks=False)
         self._checkpoints = TreeCheckpoints(self.kv.tree)
@@ -307,27 +313,60 @@ class HybridCache:
         num_saved = checkpoint.position - (above.position if above is not None else 0)
         return Weight(num_saved, checkpoint.num_bytes + num_alone * self._token_bytes, continues)
 
-    def evict(self) -> GivenUp | None:
-        """Gives up the checkpoint that the retention ranks lowest, with the KV that it alone needs.
+    def evict(self, shorten: Callable[[Any], tuple[Any, int]] | None = None) -> GivenUp | None:
+        """Gives up what the retention ranks lowest: a checkpoint, with the KV that it alone needs, or only its rows.
+
+        Without its rows a checkpoint stands at the border of its cell. That is worth its while where memory is short:
+        rows cost more a token than anything else.
+
+        Args:
+            shorten: makes of a state one without rows, at the border of its cell, and its bytes; None: rows stay.
 
         Returns:
             What is the caller's again; None where every checkpoint is pinned.
 
         Cost: O(checkpoints).
         """
-        rank = self.retention.rank
-        lowest, victim = None, None
+        rank, clock = self.retention.rank, self.clock
+        lowest: Any = None
+        victim: tuple[Checkpoint, bool] | None = None
         for checkpoint in self._checkpoints:
-            if not checkpoint.pins:
-                found = rank(checkpoint, self.weigh(checkpoint), self.clock)
-                if lowest is None or found < lowest:
-                    lowest, victim = found, checkpoint
+            if checkpoint.pins:
+                continue
+            weight = self.weigh(checkpoint)
+            found = rank(checkpoint, weight, clock)
+            if lowest is None or found < lowest:
+                lowest, victim = found, (checkpoint, True)
+            num_rows = checkpoint.position % CELL
+            if self.retention.shortens and shorten and self._row_bytes and 0 < num_rows < weight.num_saved:
+                found = rank(checkpoint, Weight(num_rows, num_rows * self._row_bytes, weight.continues), clock)
+                if found < lowest:
+                    lowest, victim = found, (checkpoint, False)
         if victim is None:
             return None
-        self.num_evicted += 1
-        node = self._checkpoints.take_down(victim)
-        state, victim.state = victim.state, None
+        checkpoint, is_whole = victim
+        node, tail = self._checkpoints.take_down(checkpoint)
+        state, checkpoint.state = checkpoint.state, None
+        if shorten is not None and not is_whole:
+            self._hang_shorter(checkpoint, node, tail, *shorten(state))
+        else:
+            self.num_evicted += 1
         return GivenUp([state], self._give_up(node))
+
+    def _hang_shorter(self, checkpoint: Checkpoint, node: Node, tail: bytes, state: Any, num_bytes: int) -> None:
+        """Hangs a state at the border of the cell in which a checkpoint was, known by the same uses. O(tokens)."""
+        position = checkpoint.position - checkpoint.position % CELL
+        tokens, namespace = self.kv.path(node)
+        tokens = tokens[: checkpoint.position // self.block_size * self.block_size * TOKEN_BYTES] + tail
+        place = self._checkpoints.place(self.kv.fold(tokens, namespace or None), position, not namespace)
+        if place is None:
+            raise CacheCorruption(f"violated: the tree reaches {position}, where {checkpoint} was")
+        shorter = self._history.record(tokens, position, checkpoint.reason, checkpoint.born, namespace or None)
+        shorter.num_uses = max(shorter.num_uses, checkpoint.num_uses)
+        shorter.last_use = max(shorter.last_use, checkpoint.last_use)
+        shorter.is_continued |= checkpoint.is_continued
+        shorter.state, shorter.num_bytes = state, num_bytes
+        self._checkpoints.hang(shorter, *place)
 
     # ---- steps
 

@@ -121,8 +121,8 @@ class TreeCheckpoints(TreeObserver):
         self._held.setdefault(node, {}).setdefault(checkpoint.position, {})[tail] = checkpoint
         self._places[checkpoint] = node, tail
 
-    def take_down(self, checkpoint: Checkpoint) -> Node:
-        """Removes a checkpoint; returns the node where it was."""
+    def take_down(self, checkpoint: Checkpoint) -> tuple[Node, bytes]:
+        """Removes a checkpoint; returns its place."""
         node, tail = self._places.pop(checkpoint)
         held = self._held[node]
         group = held[checkpoint.position]
@@ -131,7 +131,7 @@ class TreeCheckpoints(TreeObserver):
             del held[checkpoint.position]
             if not held:
                 del self._held[node]
-        return node
+        return node, tail
 
     # ---- looking
 

@@ -31,9 +31,12 @@ class Retention:
 
     Attributes:
         name: what it is called in options and reports.
+        shortens: whether it also ranks the rows of a checkpoint alone, which may go while its state at the border of the
+            cell stays.
     """
 
     name = "recency"
+    shortens = False
 
     def begin(self, known: Collection[Checkpoint]) -> None:
         """Called with every new, empty cache.

@@ -274,6 +274,15 @@ class RadixCache:
         key = pack(token_ids)
         return key if namespace is None else self._interner.mark(key, namespace, add=False)
 
+    def path(self, node: Node) -> tuple[bytes, tuple[Part, ...]]:
+        """Returns the packed tokens from position 0 to a node's end, and the namespace folded into them. O(tokens)."""
+        spans = []
+        above: Node | None = node
+        while above is not None:
+            spans.append(above.span)
+            above = above.parent
+        return self._interner.unmark(b"".join(reversed(spans)))
+
     def give_up(self, leaf: Node, num_kept: int) -> Blocks:
         """Gives up the last blocks of an unpinned leaf of the tree, whatever the policy would evict.
 
@@ -692,13 +701,9 @@ class RadixCache:
         """Announces blocks first .. last of a node."""
         if first >= last:
             return
-        path = [node.span[: last * self.tree.width]]
-        above = node.parent
-        while above is not None:
-            path.append(above.span)
-            above = above.parent
+        tokens, namespace = self.path(node)
         start = node.start + first * self.block_size
-        tokens, namespace = self._interner.unmark(b"".join(reversed(path)))
+        tokens = tokens[: (node.start + last * self.block_size) * TOKEN_BYTES]
         block_ids = unpack(node.blocks)[:last].tolist()
         parent = block_ids[first - 1] if first else None
         if not first and node.start:

@@ -46,6 +46,7 @@ class Adaptive(Retention):
     """
 
     name = "adaptive"
+    shortens = True
 
     def __init__(self, confidence: float = 2.0) -> None:
         if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 < confidence < math.inf:

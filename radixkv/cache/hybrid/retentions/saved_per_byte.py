@@ -15,6 +15,7 @@ class SavedPerByte(Retention):
     """
 
     name = "saved_per_byte"
+    shortens = True
 
     def rank(self, checkpoint: Checkpoint, weight: Weight, tick: int) -> Any:
         return weight.num_saved / max(weight.num_bytes, 1) / (tick - checkpoint.last_use + 1)
