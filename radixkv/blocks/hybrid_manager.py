@@ -20,7 +20,7 @@ import numpy as np
 from radixkv.blocks.pages import NO_PAGES, OutOfPages, PageLayout, PagePool, Pages
 from radixkv.cache.contract import CacheCorruption, check_count
 from radixkv.cache.hybrid.cache import GivenUp, HybridCache, HybridLease
-from radixkv.cache.layers import CELL
+from radixkv.cache.layers import CELL, checkpoint_bytes
 from radixkv.cache.namespace import Namespace
 from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack
 
@@ -104,7 +104,6 @@ class HybridManager:
         self.pool = PagePool(num_pages, self.layout.page_bytes)
         self._blocks: dict[int, Pages] = {}  # a block of full-attention KV is known by its first page
         self._sequences: dict[HybridSequence, None] = {}
-        self._has_rows = any(self.layout.row_pages(n) for n in range(1, CELL))
 
     def begin(
         self,
@@ -116,10 +115,20 @@ class HybridManager:
     ) -> HybridSequence:
         """Matches a prompt, and takes no page (see `HybridCache.acquire`)."""
         lease = self.cache.acquire(prompt, namespace, turns=turns, named=named)
+        if self._is_full(lease):
+            self.cache.drop_poor_stops(lease)
         state = State() if lease.checkpoint is None else self._share(lease.checkpoint.state)
         sequence = HybridSequence(lease, state, num_computed=lease.num_tokens)
         self._sequences[sequence] = None
         return sequence
+
+    def _is_full(self, lease: HybridLease) -> bool:
+        """Whether the checkpoints that a request would leave, and its KV, do not fit without giving up others."""
+        ends = [*lease.stops, len(lease.key) // TOKEN_BYTES]
+        num_tokens = max(ends[-1] - lease.kv.num_tokens, 0) + self.layout.block_size
+        num_pages = num_tokens // self.layout.block_size * self.layout.kv_pages
+        num_pages += sum(-(-checkpoint_bytes(self.cache.layers, end) // self.layout.page_bytes) for end in ends)
+        return self.pool.missing(num_pages) > 0
 
     def _share(self, state: State) -> State:
         pool = self.pool

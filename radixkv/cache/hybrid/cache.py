@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +17,13 @@ from radixkv.cache.hybrid.placement import Placement, Placements, Visit
 from radixkv.cache.hybrid.placements import DEFAULT_PLACEMENT, make_placement
 from radixkv.cache.hybrid.retention import Retention, Weight
 from radixkv.cache.hybrid.retentions import make_retention
-from radixkv.cache.layers import CELL, Layers, Recurrent, Window, token_bytes
+from radixkv.cache.layers import CELL, Layers, Recurrent, Window, checkpoint_bytes, token_bytes
 from radixkv.cache.namespace import Namespace
 from radixkv.cache.radix.cache import RadixCache
 from radixkv.cache.radix.node import Node
 from radixkv.cache.tokens import TOKEN_BYTES, TokenIds, pack, unpack
+
+RANKED_ANEW = 8  # all checkpoints are ranked anew once in as many evictions as are an eighth of them
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +40,7 @@ class HybridLease:
         ghost: the deepest checkpoint given up among these, if deeper than num_tokens: what would have been hit.
         stops: positions where checkpoints are to be made, ascending, with the placement that asks for each; a chunk of
             the prompt ends at each.
+        poor_stops: those left out by `HybridCache.drop_poor_stops`.
     """
 
     kv: Lease
@@ -46,6 +51,7 @@ class HybridLease:
     ghost: Checkpoint | None
     stops: dict[int, str]
     key: bytes = field(repr=False)  # the cache's own: the packed prompt
+    poor_stops: dict[int, str] = field(default_factory=dict)
     is_known: bool = False  # the cache's own: whether history has it
 
 
@@ -59,6 +65,15 @@ class GivenUp(NamedTuple):
 
     states: list[Any]
     block_ids: Blocks
+
+
+class _Candidate(NamedTuple):
+    """A checkpoint that may go, or its rows, as ranked at some time."""
+
+    rank: Any
+    tie: int
+    checkpoint: Checkpoint
+    is_whole: bool
 
 
 class HybridCache:
@@ -125,6 +140,9 @@ class HybridCache:
         self._checkpoints = TreeCheckpoints(self.kv.tree)
         self._history = History(self._max_ghost_tokens)
         self._moves: list[tuple[HybridLease, Checkpoint, bool, Checkpoint | None]] = []  # since the last commit
+        self._order: list[_Candidate] = []  # a heap
+        self._num_trusted = 0  # evictions until all are ranked anew
+        self._ties = count()
         self.clock = self.num_made = self.num_evicted = 0
         self.retention.begin(self._history.checkpoints)
 
@@ -182,6 +200,42 @@ class HybridCache:
                 used.num_uses += 1
         for checkpoint in self._history.add(lease.key, lease.kv.namespace):
             self.retention.forgotten(checkpoint, self.clock)
+        for position, reason in lease.poor_stops.items():
+            ghost = self._history.record(lease.key, position, reason, self.clock, lease.kv.namespace)
+            if ghost.state is None:
+                self.retention.forgotten(ghost, self.clock)
+                ghost.last_use = self.clock
+
+    def drop_poor_stops(self, lease: HybridLease) -> None:
+        """Leaves out stops whose checkpoints would be the first to go: for a caller whose memory is full.
+
+        They become ghosts at once, so that it shows whether they would have been used.
+
+        Args:
+            lease: that has not been inserted to yet.
+
+        Cost: a match for each stop.
+        """
+        lowest = self._lowest(True)
+        if lowest is None:
+            return
+        before, num_kv = lease.num_tokens, lease.num_kv_tokens
+        kept: dict[int, str] = {}
+        for position, reason in lease.stops.items():
+            known = self._history.known(lease.key, position, lease.kv.namespace)
+            made = Checkpoint(position, reason, self.clock)
+            made.num_uses = known.num_uses if known is not None else 0
+            best = None
+            for end in (position, position - position % CELL):
+                num_bytes = checkpoint_bytes(self.layers, end) + max(end - num_kv, 0) * self._token_bytes
+                if end > before:
+                    found = self.retention.rank(made, Weight(end - before, num_bytes, False), self.clock)
+                    best = found if best is None or found > best else best
+            if best is not None and best > lowest.rank:
+                kept[position] = reason
+                before, num_kv = position, max(position, num_kv)
+        lease.poor_stops = {p: reason for p, reason in lease.stops.items() if p not in kept}
+        lease.stops = kept
 
     # ---- publishing
 
@@ -233,8 +287,8 @@ class HybridCache:
             self._moves.append((lease, there, is_new, lease.checkpoint))
             there.pins += 1
             if lease.checkpoint is not None:
-                lease.checkpoint.is_continued = True
-                lease.checkpoint.pins -= 1
+                lease.checkpoint.is_continued |= lease.checkpoint.position == lease.num_tokens
+                self._unpin(lease.checkpoint)
             lease.checkpoint = there
         return is_new
 
@@ -275,9 +329,14 @@ class HybridCache:
         else:
             self.kv.cancel(lease.kv)
         if lease.checkpoint is not None:
-            lease.checkpoint.pins -= 1
+            self._unpin(lease.checkpoint)
             lease.checkpoint = None
         return self._give_up(node)
+
+    def _unpin(self, checkpoint: Checkpoint) -> None:
+        checkpoint.pins -= 1
+        if not checkpoint.pins and checkpoint in self._checkpoints and self._order:
+            heappush(self._order, self._candidate(checkpoint, True))
 
     def _give_up(self, node: Node) -> Blocks:
         """Gives up the KV that no checkpoint needs at the end of a branch. Cost: O(nodes given up)."""
@@ -327,24 +386,10 @@ class HybridCache:
 
         Cost: O(checkpoints).
         """
-        rank, clock = self.retention.rank, self.clock
-        lowest: Any = None
-        victim: tuple[Checkpoint, bool] | None = None
-        for checkpoint in self._checkpoints:
-            if checkpoint.pins:
-                continue
-            weight = self.weigh(checkpoint)
-            found = rank(checkpoint, weight, clock)
-            if lowest is None or found < lowest:
-                lowest, victim = found, (checkpoint, True)
-            num_rows = checkpoint.position % CELL
-            if self.retention.shortens and shorten and self._row_bytes and 0 < num_rows < weight.num_saved:
-                found = rank(checkpoint, Weight(num_rows, num_rows * self._row_bytes, weight.continues), clock)
-                if found < lowest:
-                    lowest, victim = found, (checkpoint, False)
-        if victim is None:
+        found = self._lowest(shorten is not None)
+        if found is None:
             return None
-        checkpoint, is_whole = victim
+        checkpoint, is_whole = found.checkpoint, found.is_whole
         node, tail = self._checkpoints.take_down(checkpoint)
         state, checkpoint.state = checkpoint.state, None
         if shorten is not None and not is_whole:
@@ -352,6 +397,44 @@ class HybridCache:
         else:
             self.num_evicted += 1
         return GivenUp([state], self._give_up(node))
+
+    def _candidate(self, checkpoint: Checkpoint, shortens: bool) -> _Candidate:
+        """Ranks a checkpoint, and its rows alone. Cost: as `weigh`."""
+        rank, weight = self.retention.rank, self.weigh(checkpoint)
+        whole = rank(checkpoint, weight, self.clock)
+        num_rows = checkpoint.position % CELL
+        if shortens and self.retention.shortens and self._row_bytes and 0 < num_rows < weight.num_saved:
+            rows = rank(checkpoint, Weight(num_rows, num_rows * self._row_bytes, weight.continues), self.clock)
+            if rows < whole:
+                return _Candidate(rows, next(self._ties), checkpoint, False)
+        return _Candidate(whole, next(self._ties), checkpoint, True)
+
+    def _lowest(self, shortens: bool) -> _Candidate | None:
+        """Returns the unpinned checkpoint that ranks lowest, or its rows; None where all are pinned.
+
+        Ranks are kept in a heap. The first is ranked anew before it is taken, all of them once in a while: a rank that
+        has fallen since is seen late.
+
+        Cost: O(log checkpoints) ranks, amortised.
+        """
+        heap = self._order
+        for _ in range(2):
+            if self._num_trusted <= 0 or not heap:
+                heap[:] = [self._candidate(each, shortens) for each in self._checkpoints if not each.pins]
+                heapify(heap)
+                self._num_trusted = len(heap) // RANKED_ANEW
+            self._num_trusted -= 1
+            while heap:
+                checkpoint = heap[0].checkpoint
+                if checkpoint.pins or checkpoint not in self._checkpoints:
+                    heappop(heap)
+                    continue
+                # Of equal ranks the first stays first, or they would take turns.
+                found = self._candidate(checkpoint, shortens)._replace(tie=heap[0].tie)
+                heapreplace(heap, found)
+                if heap[0] is found:
+                    return found
+        return None
 
     def _hang_shorter(self, checkpoint: Checkpoint, node: Node, tail: bytes, state: Any, num_bytes: int) -> None:
         """Hangs a state at the border of the cell in which a checkpoint was, known by the same uses. O(tokens)."""
@@ -367,6 +450,7 @@ class HybridCache:
         shorter.is_continued |= checkpoint.is_continued
         shorter.state, shorter.num_bytes = state, num_bytes
         self._checkpoints.hang(shorter, *place)
+        heappush(self._order, self._candidate(shorter, True))
 
     # ---- steps
 

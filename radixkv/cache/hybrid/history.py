@@ -82,6 +82,11 @@ class History:
         self._num_ids += missing
         return [*taken, *range(self._num_ids - missing, self._num_ids)]
 
+    def known(self, key: bytes, position: int, namespace: Namespace | None) -> Checkpoint | None:
+        """Returns the checkpoint that there is or was at a position, or None. Cost: as a match."""
+        found = self.checkpoints.place(self._tokens.fold(key, namespace), position, namespace is None)
+        return None if found is None else self.checkpoints.at(position, *found)
+
     def record(self, key: bytes, position: int, reason: str, tick: int, namespace: Namespace | None) -> Checkpoint:
         """Returns the checkpoint that there is or was at a position of a request that was added, or a new one.
 
