@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, Lease, check_count, check_live
+from radixkv.cache.contract import NO_BLOCKS, Blocks, CacheCorruption, Lease, check_block_size, check_count, check_live
 from radixkv.cache.hybrid.checkpoints import Checkpoint, TreeCheckpoints
 from radixkv.cache.hybrid.history import History
 from radixkv.cache.hybrid.placement import Placement, Placements, Visit
@@ -124,7 +124,7 @@ class HybridCache:
         retention: str | Retention = "adaptive",
         max_ghost_tokens: int = 8_000_000,
     ) -> None:
-        self.block_size = block_size
+        self.block_size = check_block_size(block_size)
         self.layers = layers
         self.placement = make_placement(placement)
         self.retention = make_retention(retention)
@@ -280,6 +280,8 @@ class HybridCache:
         if there is None:
             reason = lease.stops.get(position, "output")
             there = self._history.record(key, position, reason, self.clock, namespace)
+            if there.last_use < self.clock:  # a ghost that this request did not meet
+                self.retention.forgotten(there, self.clock)
             there.state, there.num_bytes, there.last_use = state, num_bytes, self.clock
             self._checkpoints.hang(there, *place)
             self.num_made += 1
@@ -340,7 +342,7 @@ class HybridCache:
 
     def _give_up(self, node: Node) -> Blocks:
         """Gives up the KV that no checkpoint needs at the end of a branch. Cost: O(nodes given up)."""
-        given_up = []
+        given_up = [self.kv.evict(self.kv.num_dead_blocks)] if self.kv.num_dead_blocks else []
         while node.parent is not None and not (node.pins or node.children or node.is_removed):
             num_kept = (self._checkpoints.last_border(node) - node.start) // self.block_size
             if num_kept == node.num_blocks:
@@ -476,6 +478,29 @@ class HybridCache:
                 checkpoint.state = None
         self._moves.clear()
         return GivenUp(states, self.kv.withdraw())
+
+    def reset(self, namespace: Namespace | None = None) -> GivenUp:
+        """Forgets what it holds now, as `RadixCache.reset` does; what running requests pin is theirs until they end.
+
+        Args:
+            namespace: forget only what depends on one of these parts; None: everything.
+
+        Returns:
+            What is the caller's again.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+            ValueError: a bad namespace.
+
+        Cost: O(everything).
+        """
+        blocks = self.kv.reset(namespace).block_ids
+        self._history.forget(namespace)
+        lost, self._checkpoints.lost = self._checkpoints.lost, []
+        states = [checkpoint.state for checkpoint in lost]
+        for checkpoint in lost:
+            checkpoint.state = None
+        return GivenUp(states, blocks)
 
     # ---- what it holds
 
