@@ -1,4 +1,4 @@
-"""Replays a trace through the cache of a hybrid model and its pool of pages, one request at a time: what would be hit?"""
+"""Replays a trace through the cache and the pool of a hybrid model, one request at a time: what would be hit?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pool of small pages for everything that layers keep: KV blocks, window blocks, states and rows, as lists of pages.
+"""One pool of small pages for all that layers keep: KV blocks, window blocks, states and rows, as lists of pages.
 
 A page is a block of one full-attention layer's KV, so nothing is padded to anything larger. Pages are counted by
 reference: a state that two checkpoints of one cell need, or a block that a checkpoint and the tree hold, is there once.
@@ -12,7 +12,7 @@ import numpy as np
 
 from radixkv.blocks.allocator import BlockAllocator, OutOfBlocks
 from radixkv.cache.contract import NO_BLOCKS, check_block_size, check_count
-from radixkv.cache.layers import CELL, FullAttention, Layers, Recurrent, Window
+from radixkv.cache.layers import CELL, FullAttention, Layers, Recurrent
 
 Pages = np.ndarray  # [n] int32 page ids
 NO_PAGES: Pages = NO_BLOCKS

@@ -7,7 +7,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 
-def find_classes(base: type, package: str, folders: Iterable[str]) -> dict[str, Any]:
+def find_classes(base: Any, package: str, folders: Iterable[str]) -> dict[str, Any]:
     """Returns the subclass of `base` of each file of a package, by its `name`.
 
     Args:
@@ -19,10 +19,10 @@ def find_classes(base: type, package: str, folders: Iterable[str]) -> dict[str, 
         ValueError: a file does not hold exactly one, or one of a name that is taken.
     """
     found: dict[str, Any] = {}
-    taken = {base.name}  # type: ignore[attr-defined]
+    taken = {base.name}
     for file in iter_modules(folders):
         module = import_module(f"{package}.{file.name}")
-        here = [
+        here: list[Any] = [
             each
             for _, each in getmembers(module, isclass)
             if issubclass(each, base) and each.__module__ == module.__name__

@@ -65,7 +65,7 @@ class Run:
         self.cache.num_shortened = 0
         num_bytes = rng.choice([6_000, 20_000, 100_000, None])
         self.manager = HybridManager(self.cache, num_bytes, page_bytes=rng.choice([None, 16, 100]))
-        self.running = {}  # sequence -> [prompt, stops left, where the oracle's KV ends, admitted]
+        self.running = {}  # sequence -> [prompt, stops left]
         self.texts = [()]
         self.num_hits = self.num_refused = 0
         self.alphabet = rng.choice([1, 2, 5])
@@ -87,14 +87,14 @@ class Run:
         assert dict(sorted((lease.stops | lease.poor_stops).items())) == stops
         assert not lease.poor_stops or self.manager.pool.num_pages is not None
         self.num_hits += len(found)
-        ends = [end for end in sorted({*lease.stops, len(prompt)})]
-        self.running[sequence] = [prompt, ends, False]
+        ends = sorted({*lease.stops, len(prompt)})
+        self.running[sequence] = [prompt, ends]
 
     def compute(self):
         if not self.running:
             return
         sequence, entry = self.random.choice(list(self.running.items()))
-        prompt, ends, _ = entry
+        prompt, ends = entry
         if not ends:
             return
         end = ends[0]
@@ -116,7 +116,7 @@ class Run:
         if not self.running:
             return
         sequence = sequence or self.random.choice(list(self.running))
-        prompt, _, _ = self.running.pop(sequence)
+        prompt, _ = self.running.pop(sequence)
         self.oracle.passed.add(prompt)
         self.manager.end(sequence)
 

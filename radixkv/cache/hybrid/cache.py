@@ -34,8 +34,8 @@ class HybridLease:
         kv: the match of full-attention KV, in whole blocks; it grows as KV is inserted.
         checkpoint: what the request goes on from, pinned; None: from nothing. Each that it makes takes its place.
         num_tokens: tokens that need not be computed: the checkpoint's position at `acquire`.
-        num_kv_tokens: tokens of which there is KV, the checkpoint's block included; those beyond num_tokens are computed
-            again, as the other layers' state is not there, but their KV need not be written.
+        num_kv_tokens: tokens of which there is KV, the checkpoint's block included. Those beyond num_tokens are
+            computed again, as the other layers' state is not there, but their KV need not be written.
         num_shared: tokens that an earlier request has too.
         ghost: the deepest checkpoint given up among these, if deeper than num_tokens: what would have been hit.
         stops: positions where checkpoints are to be made, ascending, with the placement that asks for each; a chunk of
@@ -269,7 +269,9 @@ class HybridCache:
         key = lease.key if token_ids is None else pack(token_ids)
         border = position // self.block_size * self.block_size
         if position > len(key) // TOKEN_BYTES or border > lease.kv.num_tokens or position < 1:
-            raise ValueError(f"position: expected one whose blocks are inserted ({lease.kv.num_tokens}), got {position}")
+            raise ValueError(
+                f"position: expected one whose blocks are inserted ({lease.kv.num_tokens}), got {position}"
+            )
         self._know(lease)
         namespace = lease.kv.namespace
         place = self._checkpoints.place(self.kv.fold(key, namespace), position, namespace is None)
@@ -365,7 +367,11 @@ class HybridCache:
         continues = bool(node.children) or self._checkpoints.last_border(node, checkpoint) >= max(border, 1)
         if not continues and not node.pins:
             below: Node | None = None
-            while node.parent is not None and not node.pins and not node.children.keys() - _keys(below, self.kv.tree.width):
+            while (
+                node.parent is not None
+                and not node.pins
+                and not node.children.keys() - _keys(below, self.kv.tree.width)
+            ):
                 last = self._checkpoints.last_border(node, checkpoint)
                 num_alone += min(node.start + node.num_tokens, border) - last
                 if last > node.start:

@@ -55,8 +55,8 @@ class Checkpoint:
 class TreeCheckpoints(TreeObserver):
     """The checkpoints of a tree of whole blocks, each at the node that holds the border of the block before it.
 
-    A checkpoint inside a block hangs at the block's border by its *tail*, the tokens from the border to its position. So
-    it needs no block of its own in the tree, and stays where it is whichever block follows there.
+    A checkpoint inside a block hangs at the block's border by its *tail*, the tokens from the border to its position.
+    So it needs no block of its own in the tree, and stays where it is whichever block follows there.
 
     Args:
         tree: observed from now on.
@@ -80,7 +80,7 @@ class TreeCheckpoints(TreeObserver):
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._places)
 
-    def __contains__(self, checkpoint: Checkpoint) -> bool:
+    def __contains__(self, checkpoint: object) -> bool:
         return checkpoint in self._places
 
     def node_of(self, checkpoint: Checkpoint) -> Node:
@@ -184,7 +184,11 @@ class TreeCheckpoints(TreeObserver):
         if held is None:
             return node.start
         size = self._tree.block_size
-        borders = (p // size * size for p, group in held.items() if besides is None or any(c is not besides for c in group.values()))
+        borders = (
+            p // size * size
+            for p, group in held.items()
+            if besides is None or any(c is not besides for c in group.values())
+        )
         return max(borders, default=node.start)
 
     # ---- what the tree tells

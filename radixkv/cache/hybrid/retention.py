@@ -31,8 +31,8 @@ class Retention:
 
     Attributes:
         name: what it is called in options and reports.
-        shortens: whether it also ranks the rows of a checkpoint alone, which may go while its state at the border of the
-            cell stays.
+        shortens: whether it also ranks the rows of a checkpoint alone, which may go while its state at the border of
+            the cell stays.
     """
 
     name = "recency"

@@ -4,11 +4,12 @@ A placement by name is one of them, or several joined by +: `branch+end` makes w
 
 >>> sorted(PLACEMENTS)
 ['before_branch', 'before_end', 'branch', 'end', 'grid', 'named', 'output', 'turn']
+>>> from radixkv.cache.hybrid.placement import Visit
 >>> make_placement("branch+end").positions(Visit(num_tokens=100, start=0, num_shared=40))
 {40: 'branch', 100: 'end'}
 """
 
-from radixkv.cache.hybrid.placement import Placement, Placements, Visit
+from radixkv.cache.hybrid.placement import Placement, Placements
 from radixkv.cache.registry import find_classes
 
 PLACEMENTS: dict[str, type[Placement]] = find_classes(Placement, __name__, __path__)
@@ -29,4 +30,3 @@ def make_placement(placement: str | Placement | Placements) -> Placements:
     if not names or not PLACEMENTS.keys() >= set(names):
         raise ValueError(f"placement: expected some of {', '.join(PLACEMENTS)}, joined by +, got {placement!r}")
     return Placements(tuple(PLACEMENTS[name]() for name in names))
-

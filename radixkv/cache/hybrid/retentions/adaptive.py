@@ -32,9 +32,9 @@ class Adaptive(Retention):
     """Ranks by expected savings per byte and request, learned from the uses that checkpoints and ghosts would have had.
 
     Checkpoints of a kind (why it was made, how often it was used, whether a request went on beyond it) are taken to be
-    alike. Of each kind it counts at which ages a request came back, and at which none had; ghosts count as if they were
-    there, so what is learned does not depend on what was kept. A kind's chances at an age are drawn towards those of all
-    kinds, and these towards lru's, each with the weight of `confidence` checkpoints. The rank is
+    alike. Of each kind it counts at which ages a request came back, and at which none had. Ghosts count as if they were
+    there, so what is learned depends little on what was kept. A kind's chances at an age are drawn towards those of
+    all kinds, and these towards lru's, each with the weight of `confidence` checkpoints. The rank is
 
         tokens saved / bytes freed * max over t of P(use within t) / E[time until it, or t]
 
