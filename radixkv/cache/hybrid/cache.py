@@ -182,7 +182,8 @@ class HybridCache:
             num_tokens = found.position
         ghost = passed.deepest if passed.deepest is not None and passed.deepest.position > num_tokens else None
         num_shared = max(passed.num_shared, num_tokens)
-        visit = Visit(len(key) // TOKEN_BYTES, num_tokens, num_shared, tuple(turns), tuple(named))
+        fork = self._history.fork(matched, num_tokens, namespace)
+        visit = Visit(len(key) // TOKEN_BYTES, num_tokens, num_shared, fork, tuple(turns), tuple(named))
         num_kv_tokens = max(kv.num_tokens, num_tokens)
         stops = self.placement.positions(visit)
         return HybridLease(kv, found, num_tokens, num_kv_tokens, num_shared, ghost, stops, key)
@@ -198,6 +199,7 @@ class HybridCache:
                 self.retention.met(used, self.clock)
                 used.last_use = self.clock
                 used.num_uses += 1
+                used.is_superseded = False
         for checkpoint in self._history.add(lease.key, lease.kv.namespace):
             self.retention.forgotten(checkpoint, self.clock)
         for position, reason in lease.poor_stops.items():
@@ -225,11 +227,16 @@ class HybridCache:
             known = self._history.known(lease.key, position, lease.kv.namespace)
             made = Checkpoint(position, reason, self.clock)
             made.num_uses = known.num_uses if known is not None else 0
+            saved_from, source = before, lease.checkpoint
+            if reason == "fork" and source is not None and before == lease.num_tokens:
+                above = self._checkpoints.above(source)
+                saved_from = above.position if above is not None else 0
+                made.reason, made.num_uses, made.is_continued = source.reason, source.num_uses, source.is_continued
             best = None
             for end in (position, position - position % CELL):
                 num_bytes = checkpoint_bytes(self.layers, end) + max(end - num_kv, 0) * self._token_bytes
                 if end > before:
-                    found = self.retention.rank(made, Weight(end - before, num_bytes, False), self.clock)
+                    found = self.retention.rank(made, Weight(end - saved_from, num_bytes, False), self.clock)
                     best = found if best is None or found > best else best
             if best is not None and best > lowest.rank:
                 kept[position] = reason
@@ -291,10 +298,19 @@ class HybridCache:
             self._moves.append((lease, there, is_new, lease.checkpoint))
             there.pins += 1
             if lease.checkpoint is not None:
-                lease.checkpoint.is_continued |= lease.checkpoint.position == lease.num_tokens
+                is_source = lease.checkpoint.position == lease.num_tokens
+                lease.checkpoint.is_continued |= is_source
+                if is_source and there.reason == "fork":
+                    self._supersede(lease.checkpoint, there)
                 self._unpin(lease.checkpoint)
             lease.checkpoint = there
         return is_new
+
+    def _supersede(self, old: Checkpoint, new: Checkpoint) -> None:
+        """Lets a checkpoint take the place of one above it: whatever came through that will come through it."""
+        old.is_superseded = True
+        new.reason, new.is_continued = old.reason, old.is_continued
+        new.num_uses = max(new.num_uses, old.num_uses)
 
     # ---- ends
 
@@ -377,7 +393,7 @@ class HybridCache:
                 if last > node.start:
                     break
                 below, node = node, node.parent
-        num_saved = checkpoint.position - (above.position if above is not None else 0)
+        num_saved = 0 if checkpoint.is_superseded else checkpoint.position - (above.position if above else 0)
         return Weight(num_saved, checkpoint.num_bytes + num_alone * self._token_bytes, continues)
 
     def evict(self, shorten: Callable[[Any], tuple[Any, int]] | None = None) -> GivenUp | None:

@@ -21,6 +21,7 @@ class Checkpoint:
         born, last_use: ticks of the cache's clock, one for each request.
         num_uses: requests that went on from here, or would have, had it not been given up.
         is_continued: a request that went on from here has left a deeper one.
+        is_superseded: all that came through it go on to a checkpoint below it, so far.
         pins: leases that go on from here.
         state: the caller's own: what it takes to go on here; None: given up, a *ghost*.
         num_bytes: of the state.
@@ -29,6 +30,7 @@ class Checkpoint:
     __slots__ = (
         "born",
         "is_continued",
+        "is_superseded",
         "last_use",
         "num_bytes",
         "num_uses",
@@ -43,7 +45,7 @@ class Checkpoint:
         self.reason = reason
         self.born = self.last_use = born
         self.num_uses = 0
-        self.is_continued = False
+        self.is_continued = self.is_superseded = False
         self.pins = 0
         self.state: Any = None
         self.num_bytes = 0
@@ -160,7 +162,7 @@ class TreeCheckpoints(TreeObserver):
         return None
 
     def above(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Returns the deepest checkpoint that a request would go on from in its place, or None. Cost: as `deepest`."""
+        """Returns the deepest checkpoint above one that is not superseded, or None. Cost: as `deepest`."""
         node: Node | None
         node, next_block = self._places[checkpoint]
         border = checkpoint.position - len(next_block) // TOKEN_BYTES
@@ -172,7 +174,7 @@ class TreeCheckpoints(TreeObserver):
                         at = position // self._tree.block_size * self._tree.block_size
                         after = next_block if at == border else node.span[(at - node.start) * TOKEN_BYTES :]
                         found = held[position].get(after[: (position - at) * TOKEN_BYTES])
-                        if found is not None:
+                        if found is not None and not found.is_superseded:
                             return found
             next_block, border = node.span[: self._tree.width], node.start
             node = node.parent

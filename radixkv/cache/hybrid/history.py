@@ -60,6 +60,20 @@ class History:
         node, _, _, child, _ = cache.tree.walk(cache.tree.root, folded, 0, is_plain, False)
         return Passed(num_shared, self.checkpoints.deepest(child or node, folded, num_shared))
 
+    def fork(self, key: bytes, start: int, namespace: Namespace | None) -> int:
+        """Returns the first border of a block from `start` tokens on where earlier requests part; 0: none does.
+
+        Cost: as a match.
+        """
+        tree = self._tokens.tree
+        folded = self._tokens.fold(key, namespace)
+        node, _, _, _, _ = tree.walk(tree.root, folded, 0, namespace is None, False)
+        found, above = 0, node
+        while above is not None and (end := above.start + above.num_tokens) >= start:
+            found = end if len(above.children) > 1 else found
+            above = above.parent
+        return found
+
     def add(self, key: bytes, namespace: Namespace | None = None) -> list[Checkpoint]:
         """Remembers a request; returns the checkpoints that are forgotten for it."""
         cache = self._tokens

@@ -12,6 +12,7 @@ class Visit:
         num_tokens: of its prompt.
         start: position of the checkpoint that it goes on from; 0: none.
         num_shared: leading tokens of the prompt that an earlier request has too.
+        fork: where earlier requests first part after `start`, at the border of a block; 0: nowhere.
         turns: positions where turns of the chat end, ascending.
         named: positions that the caller asks for.
     """
@@ -19,6 +20,7 @@ class Visit:
     num_tokens: int
     start: int
     num_shared: int
+    fork: int = 0
     turns: tuple[int, ...] = ()
     named: tuple[int, ...] = ()
 

@@ -3,7 +3,7 @@
 A placement by name is one of them, or several joined by +: `branch+end` makes what either asks for.
 
 >>> sorted(PLACEMENTS)
-['before_branch', 'before_end', 'branch', 'end', 'grid', 'named', 'output', 'turn']
+['before_branch', 'before_end', 'branch', 'end', 'fork', 'grid', 'named', 'output', 'turn']
 >>> from radixkv.cache.hybrid.placement import Visit
 >>> make_placement("branch+end").positions(Visit(num_tokens=100, start=0, num_shared=40))
 {40: 'branch', 100: 'end'}
@@ -13,7 +13,7 @@ from radixkv.cache.hybrid.placement import Placement, Placements
 from radixkv.cache.registry import find_classes
 
 PLACEMENTS: dict[str, type[Placement]] = find_classes(Placement, __name__, __path__)
-DEFAULT_PLACEMENT = "branch+before_branch+end+before_end"
+DEFAULT_PLACEMENT = "fork+branch+before_branch+end+before_end"
 
 
 def make_placement(placement: str | Placement | Placements) -> Placements:
