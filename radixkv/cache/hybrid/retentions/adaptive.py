@@ -48,7 +48,7 @@ class Adaptive(Retention):
     name = "adaptive"
     shortens = True
 
-    def __init__(self, confidence: float = 2.0) -> None:
+    def __init__(self, confidence: float = 4.0) -> None:
         if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 < confidence < math.inf:
             raise ValueError(f"confidence: expected a number > 0, got {confidence!r}")
         self.confidence = confidence
