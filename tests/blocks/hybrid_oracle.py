@@ -3,6 +3,8 @@
 from radixkv.cache.hybrid.placement import Visit
 from radixkv.cache.hybrid.placements import make_placement
 
+HISTORY_BLOCK = 16
+
 
 def common(a, b):
     """Number of leading tokens that two sequences share."""
@@ -32,7 +34,18 @@ class PrefixSet:
         matched = prompt[:-1]
         found = max((p for p in self.prefixes if matched[: len(p)] == p), key=len, default=())
         shared = max([len(found), *(common(matched, other) for other in self.passed)])
-        return found, shared, self.placement.positions(Visit(len(prompt), len(found), shared))
+        visit = Visit(len(prompt), len(found), shared, fork=self.fork(matched, len(found)))
+        return found, shared, self.placement.positions(visit)
+
+    def fork(self, matched, start):
+        """Returns the first border of a block of history from `start` on where prompts that passed part; 0: none."""
+        for end in range(-(-start // HISTORY_BLOCK) * HISTORY_BLOCK, len(matched) + 1, HISTORY_BLOCK):
+            nexts = {p[end : end + HISTORY_BLOCK] for p in self.passed if len(p) >= end and p[:end] == matched[:end]}
+            if not nexts and end:
+                return 0
+            if len({n for n in nexts if not any(o != n and o[: len(n)] == n for o in nexts)} - {()}) > 1:
+                return end
+        return 0
 
     def kv_blocks(self, held):
         """Returns the blocks of KV that checkpoints need and running requests hold, each as the prefix it ends.

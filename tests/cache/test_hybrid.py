@@ -183,7 +183,7 @@ def test_a_checkpoint_needs_its_blocks():
 
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))
 def test_placements_stay_inside_what_is_computed(name):
-    for visit in (Visit(1000, 0, 0), Visit(1000, 100, 700, (90, 300, 800), (5, 500, 2000)), Visit(3, 2, 2)):
+    for visit in (Visit(1000, 0, 0), Visit(1000, 100, 700, 300, (90, 300, 800), (5, 500, 2000)), Visit(3, 2, 2, 2)):
         found = make_placement(name).positions(visit)
         assert all(visit.start < position <= visit.num_tokens for position in found)
         assert list(found) == sorted(found) and set(found.values()) <= {name}
@@ -196,6 +196,8 @@ def test_placements_together():
     assert found == {position: name for position, name in expected.items() if name}
     assert make_placement("before_end").positions(Visit(1000, 0, 0)) == {744: "before_end"}
     assert list(make_placement(Grid(400)).positions(Visit(1000, 400, 0))) == [800]
+    assert make_placement("fork").positions(Visit(1000, 100, 700, fork=640)) == {640: "fork"}
+    assert make_placement("fork").positions(Visit(1000, 600, 700, fork=640)) == {}
     assert make_placement("output").keeps_output and not make_placement("end").keeps_output
 
 
@@ -251,3 +253,33 @@ def test_what_is_never_used_again_goes_first():
     weight = Weight(500, 1_000, False)
     newest, oldest = Checkpoint(1_000, "end", 100), Checkpoint(500, "branch", 99)
     assert adaptive.rank(newest, weight, 100) < adaptive.rank(oldest, weight, 100)
+
+
+def test_a_checkpoint_at_a_fork_takes_the_place_of_the_one_above_it():
+    caller = Caller(placement="end+fork", retention="saved_per_byte")
+    cache = caller.cache
+    start, middle = list(range(32)), list(range(100, 228))
+    caller.serve(start)
+    for end in ([1], [2, 3]):
+        assert caller.serve([*start, *middle, *end]).num_tokens == 32
+    lease = caller.serve([*start, *middle, 4])
+    assert lease.num_tokens == 32 and lease.stops == {160: "fork", 161: "end"}
+    at = {each.position: each for each in cache._checkpoints}
+    assert at[32].is_superseded and at[160].reason == "end"
+    assert cache.weigh(at[32]).num_saved == 0 and cache.weigh(at[160]).num_saved == 160
+    assert cache.evict().states == [tuple(start)]
+    assert caller.serve([*start, *middle, 5]).num_tokens == 160
+    # What parts above it needs the one that was there: a use of that would have brought it back.
+    assert caller.serve([*start, 9]).num_tokens == 0
+
+
+def test_a_use_brings_a_superseded_checkpoint_back():
+    caller = Caller(placement="end+fork", retention="saved_per_byte")
+    start, middle = list(range(32)), list(range(100, 228))
+    caller.serve(start)
+    for end in ([1], [2, 3], [4]):
+        caller.serve([*start, *middle, *end])
+    (source,) = (each for each in caller.cache._checkpoints if each.position == 32)
+    assert source.is_superseded
+    assert caller.serve([*start, 9]).num_tokens == 32
+    assert not source.is_superseded and caller.cache.weigh(source).num_saved == 32
