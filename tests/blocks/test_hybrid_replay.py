@@ -72,6 +72,28 @@ def test_what_does_not_fit_changes_nothing():
     assert manager.begin(list(range(101))).lease.num_tokens == 100
 
 
+def test_a_window_block_that_a_checkpoint_needs_is_not_written_to():
+    manager = HybridManager(HybridCache((FullAttention(8), Window(8, 40)), placement="end"))
+    sequences = []
+    for end in range(3):
+        sequence = manager.begin([*range(50), end])
+        for stop in sorted({*sequence.lease.stops}):
+            manager.grow(sequence, stop)
+            manager.publish(sequence, [*range(50), end], stop)
+        manager.commit()
+        manager.end(sequence)
+    for end in range(10, 13):
+        sequence = manager.begin([*range(50), 0, end])
+        assert sequence.lease.num_tokens == 51
+        manager.grow(sequence, 52)
+        sequences.append(sequence)
+    written = [sequence.state.windows[40][3].tolist() for sequence in sequences]  # the block of positions 48 to 63
+    read = [checkpoint.windows[40][3].tolist() for checkpoint in manager.cache.states()]
+    assert len({tuple(pages) for pages in (*written, *read)}) == 6
+    shared = [sequence.state.windows[40][1].tolist() for sequence in sequences]
+    assert shared[0] == shared[1] == shared[2]
+
+
 # ---- real traces: prompts of Qwen3.5-35B-A3B, tokens of its family's vocabulary
 
 QWEN = (FullAttention(2_048),) * 10 + (Recurrent(2 * 32 * 128 * 128 + 2 * 3 * 8_192, 2 * 48 * 128 + 4 * 32),) * 30

@@ -174,7 +174,8 @@ class HybridCache:
         matched = key[:-TOKEN_BYTES]
         kv = self.kv.acquire(matched, namespace)
         num_most = len(matched) // TOKEN_BYTES
-        found = self._checkpoints.deepest(kv.cursor, self.kv.fold(matched, namespace), num_most)
+        folded = matched if namespace is None else self.kv.fold(matched, namespace)
+        found = self._checkpoints.deepest(kv.cursor, folded, num_most)
         passed = self._history.match(matched, namespace)
         num_tokens = 0
         if found is not None:
@@ -182,8 +183,7 @@ class HybridCache:
             num_tokens = found.position
         ghost = passed.deepest if passed.deepest is not None and passed.deepest.position > num_tokens else None
         num_shared = max(passed.num_shared, num_tokens)
-        fork = self._history.fork(matched, num_tokens, namespace)
-        visit = Visit(len(key) // TOKEN_BYTES, num_tokens, num_shared, fork, tuple(turns), tuple(named))
+        visit = Visit(num_most + 1, num_tokens, num_shared, passed.fork(num_tokens), tuple(turns), tuple(named))
         num_kv_tokens = max(kv.num_tokens, num_tokens)
         stops = self.placement.positions(visit)
         return HybridLease(kv, found, num_tokens, num_kv_tokens, num_shared, ghost, stops, key)
@@ -563,8 +563,8 @@ class HybridCache:
         self._history.check()
         if self._checkpoints.lost:
             raise CacheCorruption(f"violated: KV outlives checkpoints, got {self._checkpoints.lost}")
-        if any(checkpoint.state is None for checkpoint in self._checkpoints):
-            raise CacheCorruption("violated: a checkpoint in the tree has a state")
+        if any(checkpoint.state is None or checkpoint.pins < 0 for checkpoint in self._checkpoints):
+            raise CacheCorruption("violated: a checkpoint in the tree has a state, and no pins too few")
         nodes = [self.kv.tree.root]
         for node in nodes:  # grows while it is walked
             nodes.extend(node.children.values())

@@ -8,6 +8,7 @@ from radixkv.cache.contract import PartialBlock, check_count
 from radixkv.cache.hybrid.checkpoints import Checkpoint, TreeCheckpoints
 from radixkv.cache.namespace import Namespace
 from radixkv.cache.radix.cache import RadixCache
+from radixkv.cache.radix.node import Node
 from radixkv.cache.tokens import TOKEN_BYTES
 
 BLOCK = 16  # tokens that the history gives up at once
@@ -19,10 +20,25 @@ class Passed(NamedTuple):
     Attributes:
         num_shared: leading tokens that some earlier request has too.
         deepest: the deepest checkpoint or ghost among them, or None.
+        end: the last node of which it has all tokens.
     """
 
     num_shared: int
     deepest: Checkpoint | None
+    end: Node
+
+    def fork(self, start: int) -> int:
+        """Returns the first border of a block from `start` tokens on where earlier requests part; 0: none does.
+
+        Cost: O(nodes up to there).
+        """
+        found = 0
+        node: Node | None = self.end
+        while node is not None and (end := node.start + len(node.span) // TOKEN_BYTES) >= start:
+            if len(node.children) > 1:
+                found = end
+            node = node.parent
+        return found
 
 
 class History:
@@ -52,27 +68,13 @@ class History:
             key: packed tokens of a request, from position 0.
             namespace: what else its state depends on.
         """
-        cache, is_plain = self._tokens, namespace is None
-        num_shared = cache.peek(key, namespace)
-        if not num_shared:
-            return Passed(0, None)
-        folded = cache.fold(key, namespace)
-        node, _, _, child, _ = cache.tree.walk(cache.tree.root, folded, 0, is_plain, False)
-        return Passed(num_shared, self.checkpoints.deepest(child or node, folded, num_shared))
-
-    def fork(self, key: bytes, start: int, namespace: Namespace | None) -> int:
-        """Returns the first border of a block from `start` tokens on where earlier requests part; 0: none does.
-
-        Cost: as a match.
-        """
-        tree = self._tokens.tree
-        folded = self._tokens.fold(key, namespace)
-        node, _, _, _, _ = tree.walk(tree.root, folded, 0, namespace is None, False)
-        found, above = 0, node
-        while above is not None and (end := above.start + above.num_tokens) >= start:
-            found = end if len(above.children) > 1 else found
-            above = above.parent
-        return found
+        tree, is_plain = self._tokens.tree, namespace is None
+        folded = key if is_plain else self._tokens.fold(key, namespace)
+        node, at, _, child, num_common = tree.walk(tree.root, folded, 0, is_plain, False)
+        if child is None and at < len(folded):
+            num_common = node.nearest(folded[at : at + tree.width], is_plain)[1]
+        num_shared = at // TOKEN_BYTES + num_common
+        return Passed(num_shared, self.checkpoints.deepest(child or node, folded, num_shared), node)
 
     def add(self, key: bytes, namespace: Namespace | None = None) -> list[Checkpoint]:
         """Remembers a request; returns the checkpoints that are forgotten for it."""

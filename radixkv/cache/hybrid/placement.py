@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """A request as a placement sees it.
 
     Attributes:
@@ -59,8 +59,9 @@ class Placements:
     def positions(self, visit: Visit) -> dict[int, str]:
         """Returns the names of the placements by the positions that they ask for, ascending."""
         found: dict[int, str] = {}
+        start, end = visit.start, visit.num_tokens
         for part in self.parts:
             for position in part.positions(visit):
-                if visit.start < position <= visit.num_tokens:
-                    found.setdefault(position, part.name)
-        return dict(sorted(found.items()))
+                if start < position <= end and position not in found:
+                    found[position] = part.name
+        return dict(sorted(found.items())) if len(found) > 1 else found
