@@ -1,10 +1,10 @@
 """Of a hybrid model's states, which are worth their bytes: where are checkpoints to be made, and which of them kept?
 
 Replays a trace through the tree of a hybrid model, one request at a time, all that runs counted: first without bound
-by placement, then at shares of the bytes that the default placement took, by retention and by placement. The layers are
-those of Qwen3.5-35B-A3B: 10 of full attention, 30 with states, 32.9 MB at one position in bf16. Expected: without bound,
-branch points and ends of prompts come close to full attention's optimum, and a grid does not; where memory is short no
-fixed retention is good on every trace, and one that learns from ghosts is near the best on each.
+by placement, then at shares of the bytes that the default placement took, by retention and by placement. The layers
+are those of Qwen3.5-35B-A3B: 10 of full attention, 30 with states, 32.9 MB at one position in bf16. Expected: without
+bound, branch points and ends of prompts come close to full attention's optimum, and a grid does not; where memory is
+short no fixed retention is good on every trace, and one that learns from ghosts is near the best on each.
 
     python -m experiments.checkpoint_placement
     python -m experiments.checkpoint_placement --trace my.jsonl --tokenizer qwen3
