@@ -10,8 +10,8 @@ One step, in order::
     cache.commit()                              # the step has run (or: cache.withdraw(), it has failed)
     cache.release(lease, partial_block)         # the request has ended
 
-State that is not KV, such as that of recurrent layers, has no blocks. It belongs to a position, and a cache that keeps
-it hangs checkpoints where blocks end (in the radix tree: `radixkv.cache.radix.observer`). Nothing here knows of them.
+State that is not KV, such as that of recurrent layers, has no blocks. It belongs to a position: `radixkv.cache.hybrid`
+hangs checkpoints at positions of a radix tree. Nothing here knows of them.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ UNSEEN = ("tests/kernels/test_unseen.py",)
 INTERRUPTIONS = ("tests/experiments/test_interruptions.py",)
 STEPPING = ("tests/kernels/test_stepping.py",)
 TABLES = ("tests/integrations/test_tables.py",)
+HYBRID = ("tests/blocks/test_hybrid_oracle.py", "-k", "not thousand")
 INTERRUPTED = ("tests/kernels/test_planner.py", "tests/engine/test_tree_plans.py", "-k", "interrupted")
 GROUPED = ("tests/cache/test_grouped.py", "tests/blocks/test_grouped_manager.py")
 
@@ -961,5 +962,48 @@ FAULTS = [
         "self._give_back()",
         "",
         ("tests/engine/test_held_signals.py",),
+    ),
+    # ---- hybrid models
+    Fault(
+        "a checkpoint that a lease goes on from may go",
+        "HybridCache.acquire",
+        "found.pins += 1",
+        "",
+        ("tests/cache/test_hybrid.py", "-k", "goes_on_from_stays"),
+    ),
+    Fault(
+        "KV that no checkpoint needs stays",
+        "HybridCache._end",
+        "return self._give_up(node)",
+        "return NO_BLOCKS",
+        HYBRID,
+    ),
+    Fault(
+        "a checkpoint stays with the lower half of a split",
+        "TreeCheckpoints.split",
+        "self._move(lower, upper, lower.start)",
+        "",
+        HYBRID,
+    ),
+    Fault(
+        "a state is shared without a holder",
+        "HybridManager._share",
+        "pool.share(state.recurrent)",
+        "state.recurrent",
+        HYBRID,
+    ),
+    Fault(
+        "a checkpoint of a failed step stays",
+        "HybridCache.withdraw",
+        "is_new and checkpoint in self._checkpoints",
+        "False",
+        ("tests/cache/test_hybrid.py", "-k", "fails"),
+    ),
+    Fault(
+        "a block that another writes to is not copied",
+        "HybridManager._is_cut",
+        "state.position % self.layout.block_size > 0",
+        "False",
+        ("tests/blocks/test_hybrid_replay.py", "-k", "written_to"),
     ),
 ]

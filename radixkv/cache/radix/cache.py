@@ -259,6 +259,50 @@ class RadixCache:
             key = self._interner.mark(key, lease.namespace, lease.num_tokens, add=add)
         return key
 
+    def fold(self, token_ids: TokenIds, namespace: Namespace | None) -> bytes:
+        """Returns packed tokens from position 0 as the tree compares them, cut off where nothing cached can agree.
+
+        Args:
+            token_ids: [n] of a request.
+            namespace: folded in; None: the tokens are their own.
+
+        Raises:
+            ValueError: bad tokens or namespace.
+
+        Cost: O(n).
+        """
+        key = pack(token_ids)
+        return key if namespace is None else self._interner.mark(key, namespace, add=False)
+
+    def path(self, node: Node) -> tuple[bytes, tuple[Part, ...]]:
+        """Returns the packed tokens from position 0 to a node's end, and the namespace folded into them. O(tokens)."""
+        spans = []
+        above: Node | None = node
+        while above is not None:
+            spans.append(above.span)
+            above = above.parent
+        return self._interner.unmark(b"".join(reversed(spans)))
+
+    def give_up(self, leaf: Node, num_kept: int) -> Blocks:
+        """Gives up the last blocks of an unpinned leaf of the tree, whatever the policy would evict.
+
+        Args:
+            leaf: a node without children and pins.
+            num_kept: number of blocks at its front that stay; 0: the leaf goes.
+
+        Returns:
+            [n] int32, the blocks given up, the last first.
+
+        Cost: O(blocks of the leaf).
+        """
+        given_up = self.tree.cut(leaf, num_kept)
+        self.tree.num_blocks -= len(given_up)
+        if self._events.active:
+            self._events.removed(given_up)
+        if self._held:
+            self._held.difference_update(given_up)
+        return np.array(given_up, np.int32)
+
     def _sweep(self) -> None:
         """Forgets the namespaces that no node holds and no watch waits for: O(nodes), once in so many new pairs."""
         held = self._watches.namespace_ids()
@@ -657,13 +701,9 @@ class RadixCache:
         """Announces blocks first .. last of a node."""
         if first >= last:
             return
-        path = [node.span[: last * self.tree.width]]
-        above = node.parent
-        while above is not None:
-            path.append(above.span)
-            above = above.parent
+        tokens, namespace = self.path(node)
         start = node.start + first * self.block_size
-        tokens, namespace = self._interner.unmark(b"".join(reversed(path)))
+        tokens = tokens[: (node.start + last * self.block_size) * TOKEN_BYTES]
         block_ids = unpack(node.blocks)[:last].tolist()
         parent = block_ids[first - 1] if first else None
         if not first and node.start:

@@ -8,10 +8,10 @@ from radixkv.cache.radix.node import Node
 class TreeObserver:
     """Told of every change of a tree that it is attached to (`RadixTree.attach`). Each method here does nothing.
 
-    Watches (where a match ends) and caps (how many blocks a tenant has) are observers. So can be anything else that
-    lives at a node, such as a checkpoint of a recurrent layer's state at the end of its span: `split` and `merged` say
-    which node has the place from then on, `trimmed` and `removed` that the place is gone, `pinned` and `unpinned`
-    whether it may go. `Node.owner` is a slot for the tenants; a further observer gets a slot of its own.
+    Watches (where a match ends), caps (how many blocks a tenant has) and checkpoints of hybrid models are observers. So
+    can be anything else that lives at a node: `split` and `merged` say which node has the place from then on, `trimmed`
+    and `removed` that the place is gone, `pinned` and `unpinned` whether it may go. `Node.owner` is a slot for the
+    tenants; a further observer keeps a dict by node, as checkpoints do, or gets a slot of its own.
 
     Each call comes after the change, with all spans, parents and children as they are to be. The queue of leaves may
     be behind by one change. An observer may change what it hangs at nodes and may call `RadixTree.requeue`; it must not

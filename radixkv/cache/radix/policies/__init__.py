@@ -8,11 +8,9 @@ True
 """
 
 from collections.abc import Iterable
-from importlib import import_module
-from inspect import getmembers, isclass
-from pkgutil import iter_modules
 
 from radixkv.cache.radix.eviction import Policy, check_policy
+from radixkv.cache.registry import find_classes
 
 
 def find_policies(package: str, folders: Iterable[str]) -> dict[str, type[Policy]]:
@@ -25,21 +23,7 @@ def find_policies(package: str, folders: Iterable[str]) -> dict[str, type[Policy
     Raises:
         ValueError: a file does not hold exactly one policy, or one of a name that is taken.
     """
-    found: dict[str, type[Policy]] = {Policy.name: Policy}
-    for file in iter_modules(folders):
-        module = import_module(f"{package}.{file.name}")
-        here = [
-            each
-            for _, each in getmembers(module, isclass)
-            if issubclass(each, Policy) and each.__module__ == module.__name__
-        ]
-        if len(here) != 1:
-            raise ValueError(f"{module.__name__}: expected one subclass of Policy, got {len(here)}")
-        (policy,) = here
-        if policy.name in found:
-            raise ValueError(f"{module.__name__}: expected a name that is not taken, got {policy.name!r}")
-        found[policy.name] = policy
-    return found
+    return {Policy.name: Policy} | find_classes(Policy, package, folders)
 
 
 POLICIES = find_policies(__name__, __path__)
