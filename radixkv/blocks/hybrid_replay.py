@@ -22,7 +22,7 @@ class HybridReplay:
     Attributes:
         manager: of the cache and its pool.
         num_requests, num_prompt_tokens, num_cached_tokens: of all requests fed.
-        num_chunks: forward passes over prompts.
+        num_passes: forward passes over prompts.
         num_refused_requests: those longer than the pool; computed without the cache, nothing of them is kept.
         num_kv_tokens: tokens computed again although their KV was there.
         peak_bytes: most in use at once.
@@ -33,7 +33,7 @@ class HybridReplay:
         self.manager = HybridManager(cache, num_bytes)
         self.cache_outputs = cache_outputs
         self.num_requests = self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.num_chunks = self.num_refused_requests = self.num_kv_tokens = self.peak_bytes = 0
+        self.num_passes = self.num_refused_requests = self.num_kv_tokens = self.peak_bytes = 0
 
     def feed(
         self,
@@ -65,7 +65,7 @@ class HybridReplay:
                 if end in kept:
                     manager.publish(sequence, tokens, end)
                     manager.commit()
-                self.num_chunks += end <= num_prompt
+                self.num_passes += end <= num_prompt
         except OutOfPages:
             self.num_refused_requests += 1
             num_cached = 0
