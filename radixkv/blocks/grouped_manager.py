@@ -128,9 +128,15 @@ class GroupedKVManager:
         return end
 
     def end(self, sequence: GroupedSequence) -> None:
-        """Gives back all that a sequence holds: group by group, each from its last block on. O(blocks)."""
+        """Gives back all that a sequence holds: group by group, each from its last block on. O(blocks).
+
+        One that never had a pass leaves the order of eviction as it was.
+        """
         for table in sequence.tables:
-            self._release(_held(table))
+            if sequence.num_passes:
+                self._release(_held(table))
+            else:
+                self._queue.cancel(_held(table))
         sequence.tables = [[] for _ in sequence.tables]
 
     def _num_new(self, sequence: GroupedSequence, group: int, end: int) -> int:

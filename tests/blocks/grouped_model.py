@@ -81,8 +81,13 @@ class GroupedModel:
         hit = max(
             p for p in range(0, full + 1, unit) if all(self.can_go_on(g, tokens, p) for g in range(len(self.groups)))
         )
-        junction = full if full > hit and "full" in self.groups else 0
+        deepest = full
+        if "full" not in self.groups:
+            first_kind = [g for g, kind in enumerate(self.groups) if kind == self.groups[0]]
+            deepest = max(p for p in range(0, full + 1, unit) if all(self.can_go_on(g, tokens, p) for g in first_kind))
+        junction = deepest if deepest > hit else 0
         tables = []
+        before_it = list(self.free)
         for g, kind in enumerate(self.groups):
             table = [self.find(g, tokens[:end]) for end in range(size, hit + 1, size)]
             if kind == "state":
@@ -143,6 +148,8 @@ class GroupedModel:
         finally:
             for table in tables:
                 self.give_back(table)
+            if not passes:
+                self.free = before_it
         return hit, passes
 
     def register(self, g, tokens, junction, table, start, end, has_tail):

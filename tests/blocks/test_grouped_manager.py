@@ -187,6 +187,24 @@ def test_a_prompt_that_does_not_fit_is_refused():
     cache.manager.check()
 
 
+def test_a_prompt_that_does_not_fit_leaves_the_order_of_eviction():
+    cache = replay(["full"], 2, num_blocks=4)
+    for prompt in (PROMPT[:2], [200, 201], [300, 301]):
+        cache.feed(prompt)
+    before = free_list(cache)
+    assert cache.feed(PROMPT[:50]) == 0  # hits the first block, and does not fit
+    assert cache.num_refused_requests == 1
+    assert free_list(cache) == before
+
+
+def test_without_full_attention_the_first_kind_has_the_junction():
+    cache = replay([5, "state"], 2)
+    others = [PROMPT[:3] + [200 + i] * 6 for i in range(2)]
+    assert passes(cache, PROMPT[:5]) == [0, 4, 5]  # leaves windows from the first block on, and a state at 4
+    assert passes(cache, others[0]) == [0, 2, 8, 9]
+    assert passes(cache, others[1]) == [2, 8, 9]
+
+
 def test_namespaces_are_kept_apart():
     cache = replay(["state", "full"], 4)
     assert [cache.feed(PROMPT[:9], space) for space in (None, Salt("a"), Salt("a"), None)] == [0, 0, 8, 8]
@@ -227,6 +245,8 @@ KINDS = (
     [6, 6, "full"],
     [6, 10, "full"],
     ["full", 9, "state"],
+    [9, "state"],
+    ["state", 5, 12],
     ["state"],
     [5],
 )
@@ -240,8 +260,8 @@ def test_random_prompts_against_the_plain_model(seed):
     block_size = rng.choice([2, 4, 6])
     unit = rng.choice([u for u in (1, 2, 3) if block_size % u == 0]) if is_fine else block_size
     num_blocks, budget = rng.randrange(10, 80), rng.choice([block_size, 3 * block_size + 1, 40])
-    model = GroupedModel(groups, block_size, unit, num_blocks)
     cache = replay(groups, block_size, unit, num_blocks, budget)
+    model = GroupedModel(groups, block_size, cache.cache.layout.match_unit, num_blocks)
     prompts = [(0,)]
     for _ in range(40):
         old = rng.choice(prompts)

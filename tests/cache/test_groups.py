@@ -43,6 +43,7 @@ def test_hits_end_inside_blocks_in_fine_mode_alone():
     assert not GroupLayout.of((FULL, STATE), match_unit=64).is_fine
     assert not GroupLayout.of((FULL, WINDOW), match_unit=4).is_fine
     assert not GroupLayout.of((FULL, WINDOW, STATE), match_unit=16).is_fine
+    assert not GroupLayout.of((STATE, STATE), match_unit=1).is_fine  # a single group
 
 
 def test_where_passes_end():

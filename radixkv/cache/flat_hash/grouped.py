@@ -31,7 +31,8 @@ class GroupedMatch:
 
     Attributes:
         num_tokens: the hit: every group can go on from there.
-        junction: how far full attention alone matches, where that is further; else 0.
+        junction: how far full attention alone matches (without any: the first kind of layers), where that is further;
+            else 0.
         tables: of each group, up to the hit. The last block of a table is a source to be copied where the hit ends
             inside a block.
     """
@@ -100,6 +101,7 @@ class GroupedHashCache:
         """
         full_end, runs = self._match_full(hashes, self.layout.last_position(num_tokens))
         hit = full_end
+        deepest = full_end if self._full else 0
         while True:  # what one kind of layer cuts off, another may not go on from
             before = hit
             for layer, groups in self._others.items():
@@ -108,10 +110,10 @@ class GroupedHashCache:
                 else:
                     assert isinstance(layer, Window)
                     hit = self._last_window(hashes, groups, hit, self.layout.num_window_blocks(layer))
+                deepest = max(deepest, hit)
             if hit in (before, 0):
                 break
-        junction = full_end if self._full and full_end > hit else 0
-        return GroupedMatch(hit, junction, self._tables(hashes, hit, runs))
+        return GroupedMatch(hit, deepest if deepest > hit else 0, self._tables(hashes, hit, runs))
 
     def _match_full(self, hashes: Sequence[bytes], limit: int) -> tuple[int, list[Table]]:
         """Returns how far full attention matches, up to a limit, and the blocks of each of its groups."""

@@ -60,8 +60,8 @@ class GroupLayout:
         Args:
             layers: of the model.
             block_size: tokens; None: the least multiple of `KERNEL_BLOCK_SIZE` whose attention page holds a state.
-            match_unit: tokens, a divisor of block_size (vLLM's `prefix_match_unit`); None: block_size. Without
-                recurrent layers, or with windows beside them, it changes nothing: hits end where blocks end.
+            match_unit: tokens, a divisor of block_size (vLLM's `prefix_match_unit`); None: block_size. It changes
+                nothing without recurrent layers, beside windows, or where there is one group.
 
         Raises:
             ValueError: no layers; attention layers that keep different bytes a token (vLLM gives them blocks of
@@ -81,9 +81,9 @@ class GroupLayout:
         unit = block_size if match_unit is None else match_unit
         if type(unit) is not int or unit < 1 or block_size % unit:
             raise ValueError(f"match_unit: expected a divisor of block_size {block_size}, got {match_unit!r}")
-        if not state_bytes or any(isinstance(layer, Window) for layer in layers):
-            unit = block_size
         groups, num_pages = _groups(layers)
+        if len(groups) == 1 or not state_bytes or any(isinstance(layer, Window) for layer in layers):
+            unit = block_size
         page_bytes = max(token_bytes[0] * block_size if token_bytes else 0, state_bytes)
         return cls(groups, block_size, unit, num_pages, page_bytes)
 
