@@ -81,7 +81,7 @@ def replay(requests: Requests, placement: str, retention: str, num_bytes: int | 
         "retention": retention,
         "hit_tokens": found.num_cached_tokens,
     }
-    row |= {"computed_tokens": found.num_computed_tokens, "hit_rate": found.hit_rate, "passes": found.num_chunks}
+    row |= {"computed_tokens": found.num_computed_tokens, "hit_rate": found.hit_rate, "passes": found.num_passes}
     row |= {"checkpoints": found.cache.num_made, "refused": found.num_refused_requests, "peak_bytes": found.peak_bytes}
     held = found.manager.bytes_by_kind()
     return row | {"kv_bytes": held.kv, "state_bytes": held.states, "row_bytes": held.rows, "pool_bytes": num_bytes}

@@ -3,12 +3,14 @@
 Replays a trace through the real managers and caches, one request at a time, all caches side by side. Expected: without
 a bound radix hits at least as much, at every block size what an infinite cache that shares to the token would hit. It
 holds more blocks for it (each request's partly filled last one), so where nothing diverges inside blocks it can lose a
-little in a tight pool. Its index costs less than the flat hash with hashing counted.
+little in a tight pool. Its index costs less than the flat hash with hashing counted. With a `--model` that mixes kinds
+of layers the rows are those of `experiments.hybrid_gain`: vLLM's blocks for that model against the tree.
 
     python -m experiments.compare                                         the embedded workload, under a minute
     python -m experiments.compare --trace my.jsonl --tokenizer qwen3      your own: chats, requests, Mooncake, CSV
     python -m experiments.compare --trace my.jsonl --num-blocks 1000 10000 unbounded --block-size 16 64
     python -m experiments.compare --workload few_shot --cache-outputs on
+    python -m experiments.compare --trace my.jsonl --model qwen3.5-35b-a3b --pool-gib 20 unbounded
 """
 
 import argparse
@@ -19,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import serving
+from experiments import hybrid_gain, serving
 from experiments.lab.catalog import Entry
 from experiments.lab.harness import Row, console, fail, grouped, parser, print_table, progress, save
 from experiments.lab.plots import Figure, pyplot
@@ -30,10 +32,13 @@ from radixkv.cache.contract import check_block_size
 from radixkv.cache.hashing import ALGORITHMS
 from radixkv.cache.radix.policies import POLICIES
 from radixkv.cache.tokens import unpack
+from radixkv.simulate.cost_model import Roofline
+from radixkv.simulate.gpus import GPUS
 from radixkv.simulate.model_shapes import MODEL_SHAPES
 from radixkv.traces import FORMATS, WORKLOADS, open_trace, open_workload
 
 ENTRY = Entry("prefixes", seconds=15, place=1)
+HYBRID_MODELS = hybrid_gain.HYBRID_MODELS
 
 EMBEDDED = "embedded"
 SMOKE_REQUESTS = 200
@@ -62,8 +67,11 @@ class Config:
     seed: int = 0
     limit: int | None = None
     skip_bad: bool = False
-    model_shape: str = "llama-3-8b"
+    model: str = "llama-3-8b"
     serve: bool = False
+    pool_gib: tuple[str, ...] = ()
+    gpu: str = hybrid_gain.Config.gpu
+    num_gpus: int = hybrid_gain.Config.num_gpus
 
     def caches(self) -> list[CacheConfig]:
         """Returns every cache asked for; what an option does not concern is not repeated for it."""
@@ -119,7 +127,16 @@ def read_options(description: str | None, arguments: Sequence[str] | None) -> tu
     add("--seed", type=int, default=0, help="of synthetic workloads")
     add("--limit", type=int, help="read at most so many requests of each trace")
     add("--skip-bad", action="store_true", help="count lines that can't be read, and go on")
-    add("--model-shape", choices=sorted(MODEL_SHAPES), default="llama-3-8b", help="whose KV bytes to report")
+    add(
+        "--model",
+        choices=sorted(MODEL_SHAPES),
+        default=Config.model,
+        metavar="NAME",
+        help=f"whose bytes to count (llama-3-8b): one of {', '.join(sorted(MODEL_SHAPES))}",
+    )
+    add("--pool-gib", nargs="+", default=[], metavar="GIB|unbounded", help="pools of models with states or windows")
+    add("--gpu", choices=sorted(GPUS), default=Config.gpu, help="whose seconds of prefill are told of such models")
+    add("--num-gpus", type=int, default=Config.num_gpus, help="how many of them")
     add(
         "--serve", choices=("on", "off"), default="on", help="then serve part of the embedded workload on tiny_gpt (on)"
     )
@@ -134,7 +151,7 @@ def read_options(description: str | None, arguments: Sequence[str] | None) -> tu
     given["block_size"] = given["block_size"] or (EMBEDDED_BLOCK_SIZES if is_embedded else (16,))
     given["partial_blocks"] = [choice == "on" for choice in given["partial_blocks"]]
     given["cache_outputs"] = given["cache_outputs"] == "on"
-    given["serve"] = given["serve"] == "on" and is_embedded
+    given["serve"] = given["serve"] == "on" and is_embedded and given["model"] not in HYBRID_MODELS
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return out, Config(**given)
 
@@ -173,6 +190,17 @@ def run(config: Config) -> Iterator[list[Row]]:
 
 def _check(config: Config) -> None:
     default = Config()
+    if config.model in HYBRID_MODELS:
+        given = asdict(config)
+        embedded = {"block_size": (EMBEDDED_BLOCK_SIZES,)}  # where nothing was asked for
+        options = ("block_size", "partial_blocks", "num_blocks", "policy", "hash_algorithm", "cache", "cache_outputs")
+        for name in options:
+            if given[name] not in (getattr(default, name), *embedded.get(name, ())):
+                raise ValueError(f"--{name.replace('_', '-')}: concerns nothing that is asked for with {config.model}")
+        return
+    for name in ("pool_gib", "gpu", "num_gpus"):
+        if getattr(config, name) != getattr(default, name):
+            raise ValueError(f"--{name.replace('_', '-')}: concerns models with states or windows, got {config.model}")
     idle = {"policy", "partial_blocks"} if "radix" not in config.cache else set()
     if "flat_hash" not in config.cache:
         idle.add("hash_algorithm")
@@ -233,7 +261,7 @@ def replay(trace: Any, name: str, config: Config) -> list[Row]:
 def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
     cache = replayed.config
     num_requests = max(replayed.num_requests, 1)
-    kv_bytes = MODEL_SHAPES[config.model_shape].kv_bytes_per_token
+    kv_bytes = MODEL_SHAPES[config.model].kv_bytes_per_token
     return {
         "trace": trace,
         "cache": cache.cache,
@@ -252,7 +280,7 @@ def _row(trace: str, replayed: Replay, optimum: int, config: Config) -> Row:
         "num_evicted_blocks": replayed.num_evicted_blocks,
         "peak_blocks": replayed.peak_blocks,
         "peak_kv_bytes": replayed.peak_blocks * cache.block_size * kv_bytes,
-        "model_shape": config.model_shape,
+        "model": config.model,
         "index_us_per_request": (replayed.index_ns - replayed.hash_ns) / 1e3 / num_requests,
         "hash_us_per_request": replayed.hash_ns / 1e3 / num_requests,
         "index_bytes_per_token": replayed.index_bytes_per_token(),
@@ -334,7 +362,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         outputs = "prompts and outputs cached" if first["cache_outputs"] else "prompts cached"
         read = f"read as {first['format']}; " if first.get("format") else ""
         size = f"{first['num_requests']:,} requests, {first['num_prompt_tokens']:,} prompt tokens ({first['tokens']})"
-        title = f"{trace}: {read}{size}; {outputs}; KV of {first['model_shape']}"
+        title = f"{trace}: {read}{size}; {outputs}; KV of {first['model']}"
         print_table(title, COLUMNS, shown, [*_verdicts(mine), *_remarks(mine), *_warnings(first), ""])
 
 
@@ -367,9 +395,14 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row["num_refused_requests"]
     ]
-    if rows[0]["tokens"] == "bytes":
+    return [*lines, *_tokens_told(rows[0])]
+
+
+def _tokens_told(row: Row) -> list[str]:
+    lines = []
+    if row["tokens"] == "bytes":
         lines.append("tokens are UTF-8 bytes, three to four for each of a model's: --tokenizer qwen3 counts those")
-    return [*lines, *rows[0].get("caveats", ())]
+    return [*lines, *row.get("caveats", ())]
 
 
 def _warnings(row: Row) -> list[str]:
@@ -461,15 +494,31 @@ def _draw_computed(axis: Any, rows: Sequence[Row]) -> None:
     axis.set(xlabel="prompt tokens still to be computed")
 
 
+def run_hybrid(config: Config) -> Iterator[list[Row]]:
+    """As `run`, of a model with states or windows: rows of `hybrid_gain`."""
+    _check(config)
+    pools = [None if gib is None else gib * hybrid_gain.GIB for gib in hybrid_gain.pools_of(config.pool_gib)] or [None]
+    cost = Roofline.of(config.model, config.gpu, config.num_gpus)
+    traces = _traces(config)
+    for trace, name in zip(traces, _names([trace.name for trace in traces], config), strict=True):
+        rows = hybrid_gain.replay_all(trace, config.model, pools, cost, name)
+        read = {"tokens": trace.tokens, "caveats": trace.caveats, "remarks": trace.counts.remarks()}
+        yield [{"trace": name} | row | read for row in rows]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     out, config = read_options(__doc__, arguments)
+    is_hybrid = config.model in HYBRID_MODELS
     rows: list[Row] = []
     stopped = ""
     try:
         out.mkdir(parents=True, exist_ok=True)  # before all the work, not after it
-        for of_trace in run(config):
+        for of_trace in run_hybrid(config) if is_hybrid else run(config):
             rows += of_trace
-            print_rows(of_trace)
+            if is_hybrid:
+                hybrid_gain.print_rows(of_trace, [*_tokens_told(of_trace[0]), *_warnings(of_trace[0])])
+            else:
+                print_rows(of_trace)
     except (ValueError, ImportError, OSError) as error:
         stopped = str(error)
     except KeyboardInterrupt:
@@ -477,8 +526,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not rows:
         fail(stopped or "there was no request to replay")
     served = serve_embedded(config) if config.serve and not stopped else []
-    path = save(out, "compare", asdict(config), rows, serving=served)
-    console.print(f"{path}\n{draw(path, sys.modules[__name__])}", highlight=False)
+    path = save(out, "compare_hybrid" if is_hybrid else "compare", asdict(config), rows, serving=served)
+    console.print(f"{path}\n{draw(path, hybrid_gain if is_hybrid else sys.modules[__name__])}", highlight=False)
     if stopped:  # what had ended by then is kept
         fail(stopped)
 

@@ -24,7 +24,7 @@ def test_a_small_trace_by_hand():
     assert replay.feed([*text[:80], 7]) == 80
     assert replay.feed(text[:200]) == 100
     assert (replay.num_requests, replay.num_prompt_tokens, replay.num_cached_tokens) == (4, 463, 180)
-    assert replay.num_chunks == 5 and replay.cache.num_made == 5 and replay.num_kv_tokens == 80
+    assert replay.num_passes == 5 and replay.cache.num_made == 5 and replay.num_kv_tokens == 80
     held = replay.manager.bytes_by_kind()
     # 13 blocks of the longest, and those in which the checkpoints at 100, 82 and 81 are. A state for 80, 81 and 82
     # together, one for 100 and one for 200, in pages of 128 bytes.
