@@ -12,7 +12,7 @@ short no fixed retention is good on every trace, and one that learns from ghosts
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,18 +27,15 @@ from radixkv.blocks.replay import Replay
 from radixkv.cache.hybrid.cache import HybridCache
 from radixkv.cache.hybrid.placements import DEFAULT_PLACEMENT
 from radixkv.cache.hybrid.retentions import RETENTIONS
-from radixkv.cache.layers import FullAttention, Layers, Recurrent
 from radixkv.cache.namespace import Namespace
+from radixkv.simulate.model_shapes import MODEL_SHAPES
 from radixkv.traces import open_trace
 from radixkv.traces.tokenizers import load_tokenizer
 
 ENTRY = Entry("policies", seconds=150, place=3)
 
-# Qwen3.5-35B-A3B's config.json: 2 KV heads of 256; per recurrent layer 32 value heads and 16 key heads of 128, states
-# of 128 x 128 a value head, a convolution of 4 over keys, queries and values. Rows are k, u and the log of the decay.
-LAYERS: Layers = (FullAttention(2 * 2 * 256 * 2),) * 10 + (
-    Recurrent(state_bytes=2 * 32 * 128 * 128 + 2 * 3 * 8192, row_bytes=2 * (16 + 32) * 128 + 4 * 32),
-) * 30
+# 10 layers of full attention and 30 of the gated delta rule, states in bf16.
+LAYERS = replace(MODEL_SHAPES["qwen3.5-35b-a3b"], state_element_bytes=2).layers
 PLACEMENTS = (DEFAULT_PLACEMENT, "branch+end", "branch", "end", "grid")
 DEFAULT_RETENTION = "adaptive"
 DEFAULT = "default"  # what the default placement is called in tables

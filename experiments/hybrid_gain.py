@@ -21,7 +21,7 @@ from typing import Any
 
 from experiments.lab.catalog import Entry
 from experiments.lab.harness import Row, fail, grouped, parser, print_table, progress
-from experiments.lab.plots import Figure, pyplot
+from experiments.lab.plots import Figure, draw_bars, pyplot
 from experiments.lab.run import Cell, Data, run_experiment
 from experiments.workloads import EMBEDDED
 from radixkv.blocks.config import CacheConfig
@@ -272,24 +272,23 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def plot(data: Data) -> Figure:
-    """Draws tokens computed without bound, for each trace and model."""
+    """Draws the share of prompt tokens that is computed, by trace and cache, a panel a model."""
     rows = [row for row in data["rows"] if row["pool_gib"] is None] or data["rows"]
     plt = pyplot()
-    panels = [
-        (trace, model, mine)
-        for trace, some in grouped(rows, "trace").items()
-        for model, mine in grouped(some, "model").items()
-    ]
-    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 4.2 * len(panels), 3.2), squeeze=False)
-    for axis, (trace, model, mine) in zip(axes.flat, panels, strict=True):
-        names = [row["label"] for row in mine] + ["optimum"]
-        optimum = mine[0]["num_prompt_tokens"] - mine[0]["optimum"]
-        counts = [row["num_computed_tokens"] for row in mine] + [optimum]
-        colors = ["C0" if row["cache"] == "flat_hash" else "C1" for row in mine] + ["0.7"]
-        drawn = axis.barh(names[::-1], counts[::-1], color=colors[::-1])
-        axis.bar_label(drawn, [f"{count:,}" for count in counts[::-1]], padding=3, fontsize=8)
-        axis.margins(x=0.25)
-        axis.set(xlabel="prompt tokens computed", title=f"{model}\n{trace}")
+    models = grouped(rows, "model")
+    traces = len({row["trace"] for row in rows})
+    figure, axes = plt.subplots(len(models), 1, figsize=(3.5 + 1.3 * traces, 3.2 * len(models)), squeeze=False)
+    for axis, (model, mine) in zip(axes.flat, models.items(), strict=True):
+        heights: dict[str, dict[str, float]] = {}
+        for row in mine:
+            name = row["label"] if row["pool_gib"] is None else f"{row['label']}, {pool(row)} GiB"
+            heights.setdefault(name, {})[row["trace"]] = row["num_computed_tokens"] / row["num_prompt_tokens"]
+        for row in mine:
+            least = 1 - row["optimum"] / row["num_prompt_tokens"]
+            heights.setdefault("full attention, to the token", {})[row["trace"]] = least
+        draw_bars(axis, heights)
+        axis.set(ylabel="of prompt tokens computed", title=model)
+        axis.legend(fontsize=8)
     figure.tight_layout()
     return figure
 

@@ -1,5 +1,7 @@
 """Traces through the tree of a hybrid model: exact figures on a small one, what it must reach on real ones."""
 
+from dataclasses import replace
+
 import pytest
 
 from radixkv.blocks.hybrid_manager import HybridManager
@@ -8,6 +10,7 @@ from radixkv.blocks.pages import OutOfPages
 from radixkv.cache.hybrid.cache import HybridCache
 from radixkv.cache.hybrid.retentions import RETENTIONS
 from radixkv.cache.layers import FullAttention, Recurrent, Window
+from radixkv.simulate.model_shapes import MODEL_SHAPES
 from radixkv.traces import open_trace
 from radixkv.traces.tokenizers import load_tokenizer
 from tests.sampling import few
@@ -96,7 +99,7 @@ def test_a_window_block_that_a_checkpoint_needs_is_not_written_to():
 
 # ---- real traces: prompts of Qwen3.5-35B-A3B, tokens of its family's vocabulary
 
-QWEN = (FullAttention(2_048),) * 10 + (Recurrent(2 * 32 * 128 * 128 + 2 * 3 * 8_192, 2 * 48 * 128 + 4 * 32),) * 30
+QWEN = replace(MODEL_SHAPES["qwen3.5-35b-a3b"], state_element_bytes=2).layers
 # prompt tokens that full attention computes, and by how much a hybrid model may exceed it without bound
 OPTIMUM = {
     "loogle_shortdep.requests": (91_918, 1.03),
