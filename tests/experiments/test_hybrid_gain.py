@@ -58,7 +58,7 @@ def test_pools_hold_no_more_than_their_bytes():
     requests = [*prompts(3_000, 3_000, seed=1), *prompts(2_500, 2_500, seed=2)] * 3
     for row in hybrid_gain.replay_all(requests, QWEN, [pool], COST, "pool"):
         assert 0 < row["peak_bytes"] <= pool and not row["num_refused_requests"]
-    with pytest.raises(ValueError, match="--pool-gib: expected at least two blocks of qwen3.5-35b-a3b, "):
+    with pytest.raises(ValueError, match="--pool-gib: expected at least two blocks"):
         hybrid_gain.replay_all([], QWEN, [1.0], COST, "none")
 
 
