@@ -19,22 +19,26 @@ def store_kv(
     keep = slot_mapping >= 0
     all_kept = bool(keep.all()) if slot_mapping.device.type == "cpu" else False
     slots = slot_mapping if all_kept else slot_mapping[keep]
-    block_size = k_cache.shape[1]
-    blocks, offsets = torch.div(slots, block_size, rounding_mode="floor"), slots % block_size
     for values, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         kept = values if all_kept else values[keep]
         if scale is not None:
             kept = kept.float() / scale[:, None]
-        _put(cache, blocks, offsets, kept)
+        _put(cache, slots, kept)
 
 
-def _put(cache: Tensor, blocks: Tensor, offsets: Tensor, values: Tensor) -> None:
-    if cache.dtype == torch.float8_e4m3fn:
-        limit = torch.finfo(cache.dtype).max
-        quantised = values.float().clamp(-limit, limit).to(cache.dtype)
-        cache.view(torch.uint8)[blocks, offsets] = quantised.view(torch.uint8)
+def _put(cache: Tensor, slots: Tensor, values: Tensor) -> None:
+    values = values.to(cache.dtype) if cache.dtype != torch.float8_e4m3fn else _quantised(values).view(torch.uint8)
+    cache = cache.view(values.dtype)
+    block_size = cache.shape[1]
+    if cache.stride(0) == block_size * cache.stride(1):  # a slot is a row of one matrix
+        cache.flatten(0, 1)[slots] = values
     else:
-        cache[blocks, offsets] = values.to(cache.dtype)
+        cache[torch.div(slots, block_size, rounding_mode="floor"), slots % block_size] = values
+
+
+def _quantised(values: Tensor) -> Tensor:
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    return values.float().clamp(-limit, limit).to(torch.float8_e4m3fn)
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:

@@ -34,7 +34,6 @@ class CacheReader:
         together = s_dim == 1 and (s_token == row_len or self.block_size == 1)
         self.unit = math.gcd(self.block_size, HALF_CELL) if together else 1
         self.rows: Tensor | None = None
-        self._targets: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         if s_dim != 1:
             return  # no contiguous rows at all: read() indexes element by element
         steps = [s_block, s_token * self.unit] + ([s_head] if self.per_head else [])
@@ -93,15 +92,18 @@ class CacheReader:
         if self.rows is None:
             found = self.cache[index[:, 0], index[:, 1]]  # [cells, units, num_heads, head_dim]
             return self._scratch(cells, tokens, self.dtype, found.device).copy_(found.transpose(1, 2))
-        target = self._targets.get((cells, tokens))
-        if target is None:
-            raw = self._scratch(cells, tokens, self.rows.dtype, index.device)
+        source = self.rows
+        shape = cells, tokens, self.num_heads, self.head_dim, self.unit, self.per_head
+        key = self.name, *shape, self.cache.dtype, self.dtype, index.device
+
+        def target() -> tuple[Tensor, Tensor]:
+            raw = self._scratch(cells, tokens, source.dtype, index.device)
             # the same memory with the units apart, in the order of the index
             whole = raw if self.per_head else raw.transpose(1, 2).flatten(2)
-            target = whole.view(index.numel(), self.unit, self.rows.shape[2]), raw.view(self.cache.dtype)
-            self._targets[cells, tokens] = target
-        rows, found = target
-        torch.index_select(self.rows, 0, index.reshape(-1), out=rows)
+            return whole.view(index.numel(), self.unit, source.shape[2]), raw.view(self.cache.dtype)
+
+        rows, found = self.workspace.views(key, target)
+        torch.index_select(source, 0, index.reshape(-1), out=rows)
         return (
             found if found.dtype == self.dtype else self._scratch(cells, tokens, self.dtype, found.device).copy_(found)
         )

@@ -47,7 +47,7 @@ class Run:
     """[active] int64: the sequences that see some of it; None: all."""
     num_pairs: int
     chunks: list[Chunk]
-    places: list[Tensor]
+    places: list[slice | Tensor]
     """For each cell, in order, [active] int64: the pair's partial, or the identity that stands behind the last."""
 
 
@@ -167,8 +167,16 @@ def _run(job: Job, bounds: RowBounds, edges: Edges, run: int) -> Run:
         None if len(active) == len(edges.lo) else job.index(active),
         num_pairs,
         chunks,
-        [job.index(places[c]) for c in np.nonzero(seen.any(0))[0]],
+        [_place(job, places[c]) for c in np.nonzero(seen.any(0))[0]],
     )
+
+
+def _place(job: Job, place: np.ndarray) -> slice | Tensor:
+    """Indices, as a slice where they follow one another."""
+    first, last = int(place[0]), int(place[-1])
+    if (np.diff(place) == 1).all():
+        return slice(first, last + 1)
+    return job.index(place)
 
 
 def _chunks(
@@ -206,7 +214,7 @@ def _fold_run(job: Job, run: Run, q: Tensor) -> State:
     lse, out = _partials(job, run, q)
     state: State | None = None
     for place in run.places:
-        part = lse.index_select(0, place), out.index_select(0, place)
+        part = lse[place], out[place]
         if state is None:
             state = State.first(*part)
         else:

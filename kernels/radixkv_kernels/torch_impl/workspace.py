@@ -18,6 +18,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+MAX_VIEWS = 64
+
 NUM_LAYOUTS = 4
 """As many kinds of layers as alternate in a model: full attention, windows."""
 
@@ -47,6 +49,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._views: dict[Hashable, Any] = {}
         self._layouts: list[Layout] = []  # the one used last comes first
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -59,7 +62,20 @@ class Workspace:
             with torch.inference_mode(False):
                 buffer = torch.empty(size, dtype=dtype, device=device)
             self._buffers[key] = buffer
+            self._views.clear()
         return buffer[:size].view(shape)
+
+    def views(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned for this key, views of buffers, as long as no buffer has been replaced. O(1) mostly."""
+        found = self._views.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # views made in it could not be written to outside of it
+                found = make()
+            # Asked for by few shapes at a time; many are those of a workload that does not repeat them.
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            self._views[key] = found
+        return cast(T, found)
 
     def layout(self, key: tuple[Hashable, ...]) -> Layout:
         """The layout of calls with equal keys; a new one where none is kept. O(size of the key)."""
@@ -76,6 +92,7 @@ class Workspace:
     def clear(self) -> None:
         """Frees every buffer and layout."""
         self._buffers.clear()
+        self._views.clear()
         self._layouts.clear()
 
 

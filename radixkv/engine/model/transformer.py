@@ -133,11 +133,14 @@ class Decoder:
         config = self.config
         hidden = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
         heads = self._arithmetic.linear(hidden, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, config.head_dim)
-        q, k, v = heads.split((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        num_rotated = config.num_q_heads + config.num_kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        q, k = rotate(q, *angles), rotate(k, *angles)
+            q, k, v = heads.split((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+            q = rotate(rms_norm(q, layer.q_norm, config.rms_norm_eps), *angles)
+            k = rotate(rms_norm(k, layer.k_norm, config.rms_norm_eps), *angles)
+        else:
+            rotated, v = rotate(heads[:, :num_rotated], *angles), heads[:, num_rotated:]
+            q, k = rotated[:, : config.num_q_heads], rotated[:, config.num_q_heads :]
         store_kv(k, v, *caches, step.slot_mapping, validate=False)
         paged_attention(
             q,
