@@ -7,6 +7,7 @@ import pytest
 
 from radixkv.blocks.allocator import BlockAllocator, OutOfBlocks
 from radixkv.blocks.kv_manager import BlockCopy, KVManager, PoolSizes
+from radixkv.cache.contract import PartialMatch
 from radixkv.cache.flat_hash.cache import FlatHashCache
 from radixkv.cache.namespace import LoRA, Salt
 from radixkv.cache.null import NullCache
@@ -430,3 +431,17 @@ def test_ids_below_the_first_are_never_handed_out():
             allocator.free(bad)
     allocator.free([3])
     assert allocator.free_ids().tolist() == [3, 4]
+
+
+def test_the_partial_block_of_a_sequence_with_blocks_to_spare():
+    """It is the block behind the lease, whatever else the sequence has grown ahead."""
+    manager = KVManager(RadixCache(4), 8)
+    sequence = manager.begin([1, 2, 3, 4, 5, 6])
+    manager.grow(sequence, 16)
+    own = sequence.block_table.tolist()
+    manager.publish(sequence, [1, 2, 3, 4])
+    manager.commit()
+    manager.end(sequence, [1, 2, 3, 4, 5, 6])
+    manager.check()
+    lease = manager.cache.acquire([1, 2, 3, 4, 5, 6, 7])
+    assert (lease.block_ids.tolist(), lease.partial) == (own[:1], PartialMatch(own[1], 2))

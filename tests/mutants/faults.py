@@ -122,12 +122,19 @@ FAULTS = [
         MANAGER,
     ),
     # ---- tails
-    Fault("a stale tail: the wrong block", "KVManager.end", "sequence.block_table[leased]", "sequence.block_table[-1]"),
+    Fault(
+        "the wrong block is kept as the partial one",
+        "KVManager.end",
+        "sequence.block_table[leased]",
+        "sequence.block_table[-1]",
+        ("tests/blocks/test_kv_manager.py", "-k", "to_spare"),
+    ),
     Fault(
         "a tail with a token that was never computed",
         "Scheduler._release",
         "max(running.num_computed - first, 0)",
         "max(sequence.num_tokens - first, 0)",
+        ("tests/scheduling/test_scheduler.py", "-k", "but_for_its_last_token"),
     ),
     Fault(
         "a fuller block does not replace a partial block",
